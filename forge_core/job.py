@@ -245,7 +245,8 @@ def _plugin_problems(plugins: PluginsSection, catalog: Catalog, *, disables: boo
         if wanted not in installed:
             near = nearest(wanted, installed) or next((one for one in installed if wanted in one), None)
             hint = f"did you mean '{near}'?" if near else f"installed: {', '.join(installed) or 'none'}"
-            problems.append(Problem(("plugins", "disable", index), f"no plugin of that name is installed; {hint}"))
+            sentence = f"no plugin of that name is installed; {hint}"
+            problems.append(Problem(("plugins", "disable", index), sentence, allowed={"enum": installed}))
     for index, requirement in enumerate(plugins.require):
         from forge_core.config.requirement import unmet  # few jobs require anything
 
@@ -412,9 +413,7 @@ def _base_problems(job: Job, catalog: Catalog) -> Iterator[Problem]:
     try:
         base_model(job, ComponentBuilder(catalog).resolve)
     except ConfigProblems as error:
-        yield from (
-            Problem(("parametrization", "base", *problem.path[1:]), problem.sentence) for problem in error.problems
-        )
+        yield from (attrs.evolve(one, path=("parametrization", "base", *one.path[1:])) for one in error.problems)
 
 
 def _missing_problems(job: Job, catalog: Catalog) -> Iterator[Problem]:
@@ -436,9 +435,7 @@ def _data_phase_problems(job: Job) -> Iterator[Problem]:
             try:
                 data_phase(job.data, phase)
             except InvalidError as error:
-                yield from (
-                    Problem(("phases", index, "data", *problem.path), problem.sentence) for problem in error.problems
-                )
+                yield from (attrs.evolve(one, path=("phases", index, "data", *one.path)) for one in error.problems)
 
 
 def _component_problems(path: KeyPath, use: ComponentRef, job: Job, catalog: Catalog) -> list[Problem]:

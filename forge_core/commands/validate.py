@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import attrs
 import click
@@ -31,6 +32,9 @@ class ToldProblem:
     """A sentence: what is wrong, the value found, and what is allowed."""
     nearest: str | None = None
     """The valid name that the sentence proposes."""
+    allowed: Mapping[str, Any] | None = None
+    """All that is valid there, in keywords of JSON Schema: ``enum`` has names of keys or components, or values,
+    ``minimum`` a bound, ``type`` a type; null where only the sentence says it."""
 
 
 @attrs.frozen(kw_only=True)
@@ -94,6 +98,7 @@ def _told(error: ConfigError) -> Iterator[ToldProblem]:
             key=key_text(problem.path),
             message=problem.sentence,
             nearest=near and near[1],
+            allowed=problem.allowed,
         )
     if not isinstance(error, ConfigProblems):
         yield ToldProblem(message=str(error))

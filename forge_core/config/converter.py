@@ -89,34 +89,35 @@ def _bool(value: Any, _: Any) -> bool:
         return value
     word = value.lower() if isinstance(value, str) else ""
     hint = f" (write {word} without quotes)" if word in ("true", "false") else ""
-    raise InvalidError.because(f"expected true or false, got {describe(value)}{hint}")
+    raise InvalidError.because(f"expected true or false, got {describe(value)}{hint}", type="boolean")
 
 
 def _int(value: Any, _: Any) -> int:
     if isinstance(value, int) and not isinstance(value, bool):
         if not -(2**63) <= value < 2**63:
-            raise InvalidError.because(f"expected an integer of at most 64 bits, got one of {value.bit_length()}")
+            why = f"expected an integer of at most 64 bits, got one of {value.bit_length()}"
+            raise InvalidError.because(why, minimum=-(2**63), maximum=2**63 - 1)
         return value
     hint = f" (write {int(value)})" if isinstance(value, float) and value.is_integer() else ""
-    raise InvalidError.because(f"expected an integer, got {describe(value)}{hint}")
+    raise InvalidError.because(f"expected an integer, got {describe(value)}{hint}", type="integer")
 
 
 def _float(value: Any, _: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise InvalidError.because(f"expected a number, got {describe(value)}")
+        raise InvalidError.because(f"expected a number, got {describe(value)}", type="number")
     try:
         number = float(value)
     except OverflowError:
         number = math.inf
     if not math.isfinite(number):
-        raise InvalidError.because(f"expected a finite number, got {describe(value)}")
+        raise InvalidError.because(f"expected a finite number, got {describe(value)}", type="number")
     return number
 
 
 def _str(value: Any, _: Any) -> str:
     if isinstance(value, str):
         return _without_null(value)
-    raise InvalidError.because(f"{EXPECTED_STRING}, got {describe(value)}")
+    raise InvalidError.because(f"{EXPECTED_STRING}, got {describe(value)}", type="string")
 
 
 def _without_null(value: str) -> str:
@@ -129,9 +130,9 @@ def _without_null(value: str) -> str:
 def _path(value: Any, _: Any) -> Path:
     """The text as written: ``~`` is expanded where the path is used, so that a resolved job is not one machine's."""
     if not isinstance(value, str):
-        raise InvalidError.because(f"{EXPECTED_STRING} (a path), got {describe(value)}")
+        raise InvalidError.because(f"{EXPECTED_STRING} (a path), got {describe(value)}", type="string")
     if not value:
-        raise InvalidError.because("expected a path, got the empty string")
+        raise InvalidError.because("expected a path, got the empty string", type="string", minLength=1)
     return Path(_without_null(value))
 
 
@@ -145,14 +146,11 @@ def _choice_hook(choices: Mapping[Any, Any]) -> Hook:
         for choice, chosen in choices.items():
             if type(choice) is type(value) and choice == value:
                 return chosen
-        hint = nearest_hint(value, [choice for choice in choices if isinstance(choice, str)]) if _is_str(value) else ""
-        raise InvalidError.because(f"{describe(value)} is not allowed{hint or '.'} Choose one of: {one_of(choices)}.")
+        hint = nearest_hint(value, [one for one in choices if isinstance(one, str)]) if isinstance(value, str) else ""
+        why = f"{describe(value)} is not allowed{hint or '.'} Choose one of: {one_of(choices)}."
+        raise InvalidError.because(why, enum=[*choices])
 
     return hook
-
-
-def _is_str(value: Any) -> bool:
-    return isinstance(value, str)
 
 
 def _is_array(cls: Any) -> bool:
@@ -170,13 +168,14 @@ def _array_hook(cls: Any, converter: Converter) -> Hook:
             entry = next(iter(value))  # `optimizer.groups.0.lr_scale=0.5` changes an entry, and makes none
             raise InvalidError.because(f"has no entries; '{entry}' is not one of them. Write them in the file first")
         if not isinstance(value, (list, tuple)):
-            raise InvalidError.because(f"expected an array, got {describe(value)}")
+            raise InvalidError.because(f"expected an array, got {describe(value)}", type="array")
         if fixed and len(value) != len(arguments):
-            raise InvalidError.because(f"expected an array of {len(arguments)}, got {describe(value)}")
+            why = f"expected an array of {len(arguments)}, got {describe(value)}"
+            raise InvalidError.because(why, type="array", minItems=len(arguments), maxItems=len(arguments))
         types = arguments if fixed else [arguments[0] if arguments else Any] * len(value)
         items = _collect(converter, enumerate(zip(value, types, strict=True)))
         if make in (set, frozenset) and len(set(items.values())) < len(items):
-            raise InvalidError.because("an entry is there twice")
+            raise InvalidError.because("an entry is there twice", uniqueItems=True)
         return make(items.values())
 
     return hook
@@ -193,7 +192,7 @@ def _mapping_hook(cls: Any, converter: Converter, catalog: Catalog) -> Hook:
 
     def hook(value: Any, _: Any) -> Any:
         if not isinstance(value, Mapping):
-            raise InvalidError.because(f"expected a table, got {describe(value)}")
+            raise InvalidError.because(f"expected a table, got {describe(value)}", type="object")
         if slot is not None:
             value = {key: _keyed_choice(key, item, value_type) for key, item in value.items()}
         return _collect(converter, ((key, (item, value_type)) for key, item in value.items()))
@@ -243,7 +242,8 @@ def _union_hook(cls: Any, converter: Converter) -> Hook:
         deepest = max(errors, key=lambda error: max(len(problem.path) for problem in error.problems))
         if len(members) == 1 or any(problem.path for problem in deepest.problems):
             raise deepest
-        raise InvalidError.because(f"expected {_a(cls)}, got {describe(value)}")
+        allowed = [problem.allowed for error in errors for problem in error.problems if problem.allowed]
+        raise InvalidError.because(f"expected {_a(cls)}, got {describe(value)}", anyOf=allowed)
 
     return hook
 
@@ -259,7 +259,7 @@ def _table_hook(cls: Any, converter: Converter, catalog: Catalog) -> Hook:
         if isinstance(value, cls):
             return value
         if not isinstance(value, Mapping):
-            raise InvalidError.because(f"expected a table, got {describe(value)}")
+            raise InvalidError.because(f"expected a table, got {describe(value)}", type="object")
         given = {key: (value[key], field.type) for key, field in fields.items() if key in value}
         missing = {key: field for key, field in fields.items() if key not in value and field.default is attrs.NOTHING}
         for key, field in [*missing.items()]:
@@ -268,7 +268,7 @@ def _table_hook(cls: Any, converter: Converter, catalog: Catalog) -> Hook:
                 given[key] = ({"name": slot.default}, field.type)
                 del missing[key]
         problems = _unknown_keys(value, fields, missing)
-        problems += [Problem((key,), _is_required(field.type, catalog)) for key, field in missing.items()]
+        problems += [_is_required(key, field.type, catalog) for key, field in missing.items()]
         converted = {}
         try:
             converted = _collect(converter, iter(given.items()))
@@ -294,13 +294,15 @@ def _unknown_keys(value: Mapping[str, Any], fields: Mapping[str, Any], missing: 
         near = nearest(key, fields) if index < MAX_SHOWN else None  # it takes time, and those are not shown
         missing.pop(near or "", None)
         known = f"known keys: {', '.join(fields)}" if fields else "it takes no keys"
-        problems.append(Problem((key,), f"unknown key; did you mean '{near}'?" if near else f"unknown key; {known}"))
+        sentence = f"unknown key; did you mean '{near}'?" if near else f"unknown key; {known}"
+        problems.append(Problem((key,), sentence, allowed={"enum": [*fields]}))
     return problems
 
 
-def _is_required(annotation: Any, catalog: Catalog) -> str:
+def _is_required(key: str, annotation: Any, catalog: Catalog) -> Problem:
     slot = slot_of(annotation)
-    return f"is required: {_naming(slot, catalog)}" if slot else f"is required ({_a(annotation)})"
+    sentence = f"is required: {_naming(slot, catalog)}" if slot else f"is required ({_a(annotation)})"
+    return Problem((key,), sentence, allowed=_names(slot, catalog) if slot else None)
 
 
 def _validate(config: Any, fields: Mapping[str, Any]) -> None:
@@ -313,7 +315,7 @@ def _validate(config: Any, fields: Mapping[str, Any]) -> None:
             except Exception as error:  # noqa: BLE001  # most often a check that relies on a field that is invalid too
                 crash = crash or error
             else:
-                problems += [Problem((key, *path), sentence) for path, sentence in found]
+                problems += [problem.under(key) for problem in found]
     if problems:
         raise InvalidError(problems)
     if crash is not None:
@@ -332,21 +334,17 @@ def _component_hook(annotation: Any, converter: Converter, catalog: Catalog) -> 
         table, shorthand = _component_table(value, slot, catalog)
         name = table.get("name", slot.default)
         if name is None:
-            raise InvalidError.because(f"needs {_naming(slot, catalog)}")
+            raise InvalidError.because(f"needs {_naming(slot, catalog)}", **_names(slot, catalog))
         if not isinstance(name, str):
-            raise InvalidError([Problem(("name",), f"{EXPECTED_STRING}, got {describe(name)}")])
+            allowed, why = _names(slot, catalog), f"{EXPECTED_STRING}, got {describe(name)}"
+            raise InvalidError([Problem(("name",), why, allowed=allowed)])
         try:
             provided = catalog.lookup(slot.kind, name)
             cls, takes = config_class(provided, catalog.kinds[slot.kind])
         except (ConfigError, PluginError) as error:
-            raise InvalidError([Problem((), str(error), at=("name",))]) from error
+            raise InvalidError([Problem((), str(error), at=("name",), allowed=_names(slot, catalog))]) from error
         keys = {key: item for key, item in table.items() if key != "name"}
-        try:
-            config, written = _configure(keys, cls, provided, converter)
-        except InvalidError as error:
-            raise InvalidError(
-                [one.moved(lambda path: as_written(path, shorthand)) for one in error.problems]
-            ) from error
+        config, written = _configure(keys, shorthand, cls, provided, converter)
         return ComponentRef(
             kind=slot.kind,
             name=provided.component.name,
@@ -354,7 +352,7 @@ def _component_hook(annotation: Any, converter: Converter, catalog: Catalog) -> 
             factory=provided.component.factory,
             config=config,
             takes=takes,
-            written={**written, **shorthand},
+            written=written,
         )
 
     return hook
@@ -369,7 +367,8 @@ def _component_table(value: Any, slot: Slot, catalog: Catalog) -> tuple[Mapping[
     if isinstance(value, Mapping):
         return value, {}
     or_text = f"{EXPECTED_STRING}, or " if slot.text_key else "expected "
-    raise InvalidError.because(f"{or_text}a table with {_naming(slot, catalog)}; got {describe(value)}")
+    why = f"{or_text}a table with {_naming(slot, catalog)}; got {describe(value)}"
+    raise InvalidError.because(why, **_names(slot, catalog))
 
 
 def config_class(provided: CatalogEntry, kind: Kind) -> tuple[type, frozenset[str] | None]:
@@ -397,15 +396,18 @@ def config_class(provided: CatalogEntry, kind: Kind) -> tuple[type, frozenset[st
 
 
 def _configure(
-    keys: Mapping[str, Any], cls: type, provided: CatalogEntry, converter: Converter
+    keys: Mapping[str, Any], shorthand: Mapping[str, str], cls: type, provided: CatalogEntry, converter: Converter
 ) -> tuple[Any, Mapping[str, str]]:
+    """The config, and ``ComponentRef.written``."""
     written: Mapping[str, str] = {}
     try:
         with output_of(provided.plugin.distribution):
             keys, written = expanded(cls, keys)
-            return _structure(keys, cls, converter), written
+            return _structure(keys, cls, converter), {**written, **shorthand}
     except InvalidError as error:
-        raise InvalidError([one.moved(lambda path: as_written(path, written)) for one in error.problems]) from error
+        raise InvalidError(
+            [one.moved(lambda path: as_written(as_written(path, written), shorthand)) for one in error.problems]
+        ) from error
     except Exception as error:
         plugin, source = provided.plugin, provided.component.config or provided.component.factory
         raise InvalidError.because(
@@ -415,8 +417,12 @@ def _configure(
 
 
 def _naming(slot: Slot, catalog: Catalog) -> str:
-    names = dict.fromkeys(provided.component.name for provided in catalog.components(slot.kind))
-    return f'name = "..." naming {with_article(kind_words(slot.kind))}; available: {", ".join(names) or "none"}'
+    available = ", ".join(_names(slot, catalog)["enum"]) or "none"
+    return f'name = "..." naming {with_article(kind_words(slot.kind))}; available: {available}'
+
+
+def _names(slot: Slot, catalog: Catalog) -> dict[str, list[str]]:
+    return {"enum": [*dict.fromkeys(provided.component.name for provided in catalog.components(slot.kind))]}
 
 
 def _a(annotation: Any) -> str:

@@ -104,7 +104,7 @@ def _require_setting(text: str, key: str, sections: Collection[str], options: Co
     else:
         remedy = f"did you mean '{near if is_option or near in options else near.removeprefix('--')}'?"
     kind = "is neither an option nor a section" if is_option else "is not a section"
-    raise InvalidError.because(f"{kind}; {remedy}")
+    raise InvalidError.because(f"{kind}; {remedy}", enum=[*sections])
 
 
 def _starts_another(token: str, sections: Collection[str]) -> bool:

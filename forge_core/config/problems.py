@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import attrs
 
@@ -46,6 +47,8 @@ class Problem:
     at: KeyPath | None = None
     """The key on whose line the mistake stands, if it is not ``path`` itself (the ``name`` of a component's table)."""
     location: Location | None = None
+    allowed: Mapping[str, Any] | None = None
+    """Valid values or names, in keywords of JSON Schema; ``None`` where only words can."""
 
     def under(self, key: str | int) -> Problem:
         """The same problem, seen from one table further out."""
@@ -67,9 +70,13 @@ class InvalidError(Exception):
         self.problems = tuple(problems)
 
     @classmethod
-    def because(cls, sentence: str) -> InvalidError:
-        """About the very value that is being converted."""
-        return cls([Problem((), sentence)])
+    def because(cls, sentence: str, **allowed: Any) -> InvalidError:
+        """About the very value that is being converted.
+
+        Args:
+            **allowed: ``Problem.allowed``.
+        """
+        return cls([Problem((), sentence, allowed=allowed or None)])
 
 
 class ConfigProblems(ConfigError):  # noqa: N818  # it is a list of problems, and reads as one

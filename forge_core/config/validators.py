@@ -6,19 +6,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from forge_core.config.describe import literal, one_of
-from forge_core.config.problems import KeyPath
+from forge_core.config.problems import Problem
 from forge_core.errors import ConfigError
 
-_COMPARISONS = {
-    ">": ("greater than", "exclusiveMinimum"),
-    ">=": ("at least", "minimum"),
-    "<": ("less than", "exclusiveMaximum"),
-    "<=": ("at most", "maximum"),
-}
+_KEYWORDS = {">": "exclusiveMinimum", ">=": "minimum", "<": "exclusiveMaximum", "<=": "maximum"}
+_WORDS = dict(zip(_KEYWORDS.values(), ("greater than", "at least", "less than", "at most"), strict=True))
 
 
-def violations(config: Any, field: Any, value: Any, validator: Any) -> Iterator[tuple[KeyPath, str]]:
-    """The objection of ``validator`` to ``value``: the position within the value, and a sentence.
+def violations(config: Any, field: Any, value: Any, validator: Any) -> Iterator[Problem]:
+    """The objections of ``validator`` to ``value``, with the positions within it.
 
     Args:
         config: the instance, for validators that compare fields.
@@ -27,11 +23,8 @@ def violations(config: Any, field: Any, value: Any, validator: Any) -> Iterator[
     parts = _parts(validator)
     match type(validator).__name__:
         case "_AndValidator":
-            for one in parts["_validators"]:
-                found = list(violations(config, field, value, one))
-                if found:  # later ones may rely on earlier ones, as n % k does on k > 0
-                    yield from found
-                    return
+            found = (list(violations(config, field, value, one)) for one in parts["_validators"])
+            yield from next(filter(None, found), [])  # later ones may rely on earlier ones, as n % k does on k > 0
         case "_OptionalValidator":
             if value is not None:
                 yield from violations(config, field, value, parts["validator"])
@@ -50,17 +43,17 @@ def violations(config: Any, field: Any, value: Any, validator: Any) -> Iterator[
             try:
                 validator(config, field, value)
             except (ValueError, ConfigError) as error:
-                rule = _rule(validator)
+                rule = _rule(limits := schema_limits(validator))
                 said = str(error.args[0]) if error.args else "is not allowed"
-                yield (), f"{rule}, got {literal(value)}" if rule else said.removeprefix(f"'{field.name}' ")
+                sentence = f"{rule}, got {literal(value)}" if rule else said.removeprefix(f"'{field.name}' ")
+                yield Problem((), sentence, allowed=limits or None)
 
 
-def _within(config: Any, field: Any, members: Sequence[tuple[Any, Any, Any]]) -> Iterator[tuple[KeyPath, str]]:
+def _within(config: Any, field: Any, members: Sequence[tuple[Any, Any, Any]]) -> Iterator[Problem]:
     """Violations in the parts of a value: each with its key, and its validator if it has one."""
     for key, value, validator in members:
         if validator is not None:
-            for path, sentence in violations(config, field, value, validator):
-                yield (key, *path), sentence
+            yield from (problem.under(key) for problem in violations(config, field, value, validator))
 
 
 def schema_limits(validator: Any) -> dict[str, Any]:
@@ -78,36 +71,35 @@ def schema_limits(validator: Any) -> dict[str, Any]:
             items = schema_limits(parts["member_validator"])
             return {**schema_limits(parts["iterable_validator"]), **({"items": items} if items else {})}
         case "_NumberValidator":
-            return {_COMPARISONS[parts["compare_op"]][1]: parts["bound"]}
+            return {_KEYWORDS[parts["compare_op"]]: parts["bound"]}
         case "_InValidator":
             return {"enum": list(parts["_original_options"])}
         case "_MinLengthValidator":
             return {"minLength": parts["min_length"], "minItems": parts["min_length"]}
         case "_MaxLengthValidator":
             return {"maxLength": parts["max_length"], "maxItems": parts["max_length"]}
+        case "_MatchesReValidator" if parts["match_func"].__name__ == "fullmatch":
+            return {"pattern": f"^({parts['pattern'].pattern})$"}
     return {}
 
 
-def _rule(validator: Any) -> str:
-    """``"must be greater than 0"``; empty for a validator that attrs does not know, which has words of its own."""
-    parts = _parts(validator)
-    match type(validator).__name__:
-        case "_OrValidator":
-            rules = [_rule(one) for one in parts["validators"]]
-            return " or ".join([rules[0], *(rule.removeprefix("must be ") for rule in rules[1:])]) if all(rules) else ""
-        case "_NumberValidator":
-            return f"must be {_COMPARISONS[parts['compare_op']][0]} {literal(parts['bound'])}"
-        case "_InValidator":
-            options = list(parts["_original_options"])
-            return f"must be {literal(options[0])}" if len(options) == 1 else f"must be one of {one_of(options)}"
-        case "_MinLengthValidator":
-            length = parts["min_length"]
+def _rule(limits: Mapping[str, Any]) -> str:
+    """``"must be greater than 0"``; empty if there are no limits."""
+    match limits:
+        case {"anyOf": [first, *others]} if all(map(_rule, (first, *others))):
+            return " or ".join([_rule(first), *(_rule(one).removeprefix("must be ") for one in others)])
+        case {"enum": [only]}:
+            return f"must be {literal(only)}"
+        case {"enum": options}:
+            return f"must be one of {one_of(options)}"
+        case {"minLength": length}:
             return "must not be empty" if length == 1 else f"must have a length of at least {length}"
-        case "_MaxLengthValidator":
-            return f"must have a length of at most {parts['max_length']}"
-        case "_MatchesReValidator":
-            return f"must match the regular expression '{parts['pattern'].pattern}'"
-    return ""
+        case {"maxLength": length}:
+            return f"must have a length of at most {length}"
+        case {"pattern": pattern}:
+            return f"must match the regular expression '{pattern[2:-2]}'"
+    words = [f"{_WORDS[keyword]} {literal(limit)}" for keyword, limit in limits.items() if keyword in _WORDS]
+    return f"must be {' and '.join(words)}" if words else ""
 
 
 def _parts(validator: Any) -> Mapping[str, Any]:

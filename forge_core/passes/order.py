@@ -236,8 +236,9 @@ def _typos(passes: Mapping[str, ComponentRef | None], catalog: Catalog) -> list[
         return []
     from forge_core.registry.suggestions import why_no_component  # a dear import, for the sad path only
 
-    path = ("parallel", "passes")
-    return [Problem((*path, key), why_no_component(catalog, "parallel_pass", key)) for key in wrong]
+    path, kind = ("parallel", "passes"), "parallel_pass"
+    allowed = {"enum": [one.component.name for one in catalog.components(kind)]}
+    return [Problem((*path, key), why_no_component(catalog, kind, key), allowed=allowed) for key in wrong]
 
 
 def _switched_off(passes: Mapping[str, ComponentRef | None], catalog: Catalog) -> dict[str, str]:

@@ -13,6 +13,7 @@ import pytest
 from forge_core.cli import forge, main
 from forge_core.commands.invocation import Invocation
 from forge_core.commands.json_output import JsonOption, print_json
+from forge_core.config.sections import TrainSection
 from forge_testing.json_output import check_json, json_of, json_option_of, misfits
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -174,14 +175,43 @@ def test_problems_of_a_configuration_are_told_with_their_places(shared_tiny, cap
         "key": "train.stepz",
         "message": "",
         "nearest": "steps",
+        "allowed": {"enum": [field.name for field in attrs.fields(TrainSection)]},
     }
     assert text["nearest"] is None
+    assert text["allowed"] == {"type": "number"}
     assert (text["file"], text["line"], text["setting"]) == (None, None, "optimizer.lr=fast")
     assert text["message"].startswith("expected a number")
     assert "train.stepz: unknown key" in capsys.readouterr().err
 
     told = json_of("validate", "nowhere.toml", code=2)
     assert "there is no such file" in told["problems"][0]["message"]
+
+
+@pytest.mark.parametrize(
+    ("setting", "allowed"),
+    [
+        ("train.steps=0", {"exclusiveMinimum": 0}),
+        ("checkpoint.keep_last=0", {"minimum": 1}),
+        ("checkpoint.keep_last=[]", {"type": "integer"}),
+        ('data.shuffle="yes"', {"type": "boolean"}),
+        ("train.clip_norm=[1]", {"type": "number"}),
+        ("checkpoint.best_is=median", {"enum": ["lowest", "highest"]}),
+        ('plugins.disable=["acme"]', "forge-plugins-optim"),
+        ("optimizer.name=adamx", "adamw"),
+        ("optimizer.name=5", "adamw"),
+        ("optimizer.betaz=[0.9,0.95]", "betas"),
+        ("optimizer.betas=[0.9]", {"type": "array", "minItems": 2, "maxItems": 2}),
+        ("parallel.passes.fsdq=false", "fsdp"),
+        ("steps=3", "train"),
+        ("train.global_batch_size=7", None),
+    ],
+)
+def test_a_problem_says_in_data_what_is_allowed(setting, allowed, shared_tiny):
+    """One name stands for a list of many."""
+    (problem,) = json_of("validate", str(shared_tiny.config), setting, "--world-size", "2", code=2)["problems"]
+
+    found = problem["allowed"]
+    assert allowed in found["enum"] if isinstance(allowed, str) else found == allowed
 
 
 @attrs.frozen
