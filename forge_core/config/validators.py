@@ -45,8 +45,8 @@ def violations(config: Any, field: Any, value: Any, validator: Any) -> Iterator[
             except (ValueError, ConfigError) as error:
                 rule = _rule(limits := schema_limits(validator))
                 said = str(error.args[0]) if error.args else "is not allowed"
-                sentence = f"{rule}, got {literal(value)}" if rule else said.removeprefix(f"'{field.name}' ")
-                yield Problem((), sentence, allowed=limits or None)
+                said = said.removeprefix(f"'{field.name}' ").removeprefix(f"{field.name} ")  # it stands before it
+                yield Problem((), f"{rule}, got {literal(value)}" if rule else said, allowed=limits or None)
 
 
 def _within(config: Any, field: Any, members: Sequence[tuple[Any, Any, Any]]) -> Iterator[Problem]:

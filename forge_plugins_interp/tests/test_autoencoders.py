@@ -291,7 +291,7 @@ def test_dead_latents_learn_from_what_is_left_over():
 @pytest.mark.parametrize(
     ("name", "settings", "message"),
     [
-        ("topk_sae", ["model.k=65"], "k = 65: must be at most latents = 64"),
+        ("topk_sae", ["model.k=65"], "k: must be at most latents = 64, got 65"),
         ("topk_sae", ["model.width=8"], "8 is not the width of the site 'blocks.0.resid_post', which is 32"),
         ("topk_sae", ["data.site=blocks.0.resid_pst"], "did you mean 'blocks.0.resid_post'"),
         ("topk_sae", ["data.path=nowhere"], "nowhere"),
@@ -299,7 +299,7 @@ def test_dead_latents_learn_from_what_is_left_over():
         ("topk_sae", ["data.target_site=blocks.0.mlp_out"], "reads one site; leave data.target_site out"),
         ("transcoder", ["model.target_width=3"], "3 is not the width of data.target_site, which is 34"),
         ("matryoshka_sae", ["model.prefixes=[8, 64]"], "must be from 1 to latents"),
-        ("matryoshka_sae", ["model.prefixes=[8, 4]"], "prefixes must grow"),
+        ("matryoshka_sae", ["model.prefixes=[8, 4]"], "prefixes: must grow"),
         ("topk_sae", ["data.validation=0.0", "eval.interval=10"], "so that eval.interval has nothing to evaluate"),
     ],
 )

@@ -55,18 +55,19 @@ class AutoencoderConfig:
             yield "", "reads one site; leave data.target_site out, or choose the model transcoder"
 
 
+def _within_latents(config: TopKConfig, _: object, value: int) -> None:
+    if value > config.latents:
+        raise ValueError(f"must be at most latents = {config.latents}, got {value}")
+
+
 @attrs.frozen(kw_only=True)
 class TopKConfig(AutoencoderConfig):
     """The k largest latents of each row (Gao et al. 2024, arXiv 2406.04093)."""
 
-    k: int = attrs.field(validator=ge(1))
+    k: int = attrs.field(validator=[ge(1), _within_latents])
     """Active latents of a row."""
     aux_coefficient: float = attrs.field(default=1 / 32, validator=ge(0))
     """Of the loss by which dead latents reconstruct what is left over."""
-
-    def __attrs_post_init__(self) -> None:
-        if self.k > self.latents:
-            raise ValueError(f"k = {self.k}: must be at most latents = {self.latents}")
 
 
 @attrs.frozen(kw_only=True)
@@ -78,9 +79,11 @@ class BatchTopKConfig(TopKConfig):
     """Of that average, a step."""
 
 
-def _ascending(_: object, __: object, value: tuple[int, ...]) -> None:
+def _ascending(config: MatryoshkaConfig, _: object, value: tuple[int, ...]) -> None:
     if list(value) != sorted(set(value)):
-        raise ValueError(f"prefixes must grow, got {list(value)}")
+        raise ValueError(f"must grow, got {list(value)}")
+    if value[0] < 1 or value[-1] >= config.latents:
+        raise ValueError(f"must be from 1 to latents − 1 = {config.latents - 1}, got {list(value)}")
 
 
 @attrs.frozen(kw_only=True)
@@ -89,11 +92,6 @@ class MatryoshkaConfig(TopKConfig):
 
     prefixes: tuple[int, ...] = attrs.field(validator=[min_len(1), _ascending])
     """Sizes of the prefixes, such as ``[64, 256, 1024]``; the whole dictionary comes on top."""
-
-    def __attrs_post_init__(self) -> None:
-        super().__attrs_post_init__()
-        if self.prefixes[0] < 1 or self.prefixes[-1] >= self.latents:
-            raise ValueError(f"prefixes = {list(self.prefixes)}: must be from 1 to latents − 1 = {self.latents - 1}")
 
 
 @attrs.frozen(kw_only=True)
