@@ -19,6 +19,7 @@ SHORTER = {
     "first_run.ipynb": {"steps = 600": "steps = 120"},
     "layout.ipynb": {"n_layers = 16": "n_layers = 2"},
     "model.ipynb": {},
+    "attention.ipynb": {"steps = 400": "steps = 40", "interval = 400": "interval = 40"},
     "checkpoints.ipynb": {},
     "optimizers.ipynb": {"steps = 120": "steps = 60"},
     "interpretability.ipynb": {
