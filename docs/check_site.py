@@ -1,4 +1,4 @@
-"""Checks a site that is built: the size of each page, and every link within it.
+"""Checks a site that is built: the size of each page, every link within it, and headings without a level.
 
 ``python docs/check_site.py docs/_build/html`` prints what it has found, and ends with 1 if anything is wrong.
 ``--build`` builds the site into that folder first, from nothing, and looks at the time, too.
@@ -49,12 +49,14 @@ def _build(site: Path) -> Iterator[str]:
 
 
 def problems(site: Path) -> Iterator[str]:
-    """A sentence for each page that is too large, and each link that leads nowhere."""
+    """A sentence for each page that is too large or has a heading of no level, and each link that leads nowhere."""
     pages = {path.resolve(): _Page(path) for path in sorted(site.rglob("*.html"))}
     for path, page in pages.items():
         name = path.relative_to(site.resolve()).as_posix()
         if (size := path.stat().st_size) > MAX_BYTES:
             yield f"{name} has {size:,} bytes, more than {MAX_BYTES:,}"
+        if page.flat:
+            yield f"{name} has {page.flat} headings without aria-level, which screen readers cannot place"
         for link in page.links:
             parts = urlsplit(link)
             if parts.scheme or parts.netloc:
@@ -67,17 +69,19 @@ def problems(site: Path) -> Iterator[str]:
 
 
 class _Page(HTMLParser):
-    """The links of a page, and the names of its places."""
+    """The links of a page, the names of its places, and how many headings have no level."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
         self.links: list[str] = []
         self.anchors: set[str] = {""}
+        self.flat = 0
         self.feed(path.read_text(encoding="utf-8"))
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         given = {name: value or "" for name, value in attrs}
         self.anchors.update(given[name] for name in ("id", "name") if name in given)
+        self.flat += given.get("role") == "heading" and "aria-level" not in given
         if tag in ("a", "link", "script", "img") and (link := given.get("href") or given.get("src")):
             self.links.append(link)
 

@@ -81,7 +81,7 @@ def _page(name: str, command: click.Command) -> Iterator[str]:
         yield ""
     options = [one for one in command.params if isinstance(one, click.Option) and not one.hidden]
     if options:
-        yield from table(("option", "default", ""), (_option(one, context) for one in options))
+        yield from table(("option", "default", "meaning"), (_option(one, context) for one in options))
         yield ""
     if isinstance(command, click.Group):
         for sub in sorted(command.commands):

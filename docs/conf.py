@@ -33,6 +33,7 @@ napoleon_use_rtype = False
 html_theme = "furo"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
+html_js_files = ["versions.js", "version_switcher.js", "keyboard_scrolling.js"]
 html_favicon = "_static/favicon.svg"  # without one, browsers ask for what is not there
 html_title = f"Forge {release}"
 
@@ -63,9 +64,17 @@ class AttributesAsWritten:
             lines[:] = self._lines
 
 
+def with_levels_of_captions(app: Any, page: str, template: str, context: dict[str, Any], doctree: Any) -> None:
+    """Sphinx calls the caption of a list of pages a heading of no level, which a screen reader cannot place."""
+    for part in ("body", "furo_navigation_tree"):
+        if part in context:
+            context[part] = context[part].replace(' role="heading">', ' role="heading" aria-level="2">')
+
+
 def setup(app: Any) -> None:
     """Called by Sphinx."""
     as_written = AttributesAsWritten()
     app.connect("autodoc-process-signature", without_constructors_of_protocols)
     app.connect("autodoc-process-docstring", as_written.put_aside, priority=400)  # Napoleon has 500
     app.connect("autodoc-process-docstring", as_written.put_back, priority=600)
+    app.connect("html-page-context", with_levels_of_captions, priority=600)  # the theme makes its list at 500

@@ -180,7 +180,7 @@ def pass_tables(catalog: Catalog) -> Iterator[str]:
         for conflict in one.conflicts:
             words = f"cannot be combined with {_code(other_words(conflict))}"
             found.append((_code(one.name), _code(condition_words(conflict.when)), words, conflict.reason))
-    yield from table(("pass", "where", "", "because"), found)
+    yield from table(("pass", "where", "rule", "because"), found)
 
 
 def fusion_tables(catalog: Catalog) -> Iterator[str]:
@@ -423,7 +423,7 @@ def _class_page(cls: type) -> Iterator[str]:
     for field in fields:
         kind = ", ".join([type_words(field.type), *_limits(schema_limits(field.validator))])
         rows.append((f"`{field.name}`", kind, _default(field), docs.get(field.name, "")))
-    yield from table(("key", "type", "default", ""), rows)
+    yield from table(("key", "type", "default", "meaning"), rows)
     yield ""
     for field in fields:
         for inner in dict.fromkeys(_config_classes(field.type)):

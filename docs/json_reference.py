@@ -104,5 +104,5 @@ def _class(cls: type) -> Iterator[str]:
     yield ""
     about = {name: doc.replace("``None``", "``null``") for name, doc in docs.items()}
     rows = ((f"`{field.name}`", json_words(field.type), about.get(field.name, "")) for field in attrs.fields(cls))
-    yield from table(("key", "is", ""), rows)
+    yield from table(("key", "is", "meaning"), rows)
     yield ""

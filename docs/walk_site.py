@@ -3,11 +3,12 @@
 ``python docs/walk_site.py docs/_build/html`` prints what it has found, and ends with 1 if anything is wrong. It is no
 part of ``make docs``. It takes a browser and what drives it, in an environment of its own::
 
-    pip install playwright
+    pip install playwright axe-playwright-python
     playwright install chromium         # or --browser with the path of a Chromium that is there
 
 Each page is opened at the widths of a desk and of a phone, light and dark: errors in the console, a page wider than its
-window, and text with less contrast than WCAG 2 asks for (AA: 4.5, and 3 for large text).
+window, and text with less contrast than WCAG 2 asks for (AA: 4.5, and 3 for large text). Some typical pages are given
+to axe-core, whose rules the accessibility score of Lighthouse is made of.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import sync_playwright
 
 WIDTHS = {"desk": 1280, "phone": 390}
@@ -50,6 +52,19 @@ WORDS = {
 }
 """What a reader looks for, and a part of the address of a page that has to be among the first results."""
 FIRST = 10
+TYPICAL = (
+    "index.html",
+    "walk.html",
+    "configuration.html",
+    "generated/config-reference.html",
+    "hooks/forge_routers.html",
+)
+"""Pages that axe-core looks at: a list, a text, tables, what is generated from code."""
+RULES = {
+    "runOnly": ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa"],
+    "rules": {"target-size": {"enabled": True}, "td-has-header": {"enabled": True}},
+}
+"""Those of WCAG, and two that Lighthouse asks for and axe-core leaves out by itself."""
 
 CONTRAST = """() => {
   const channel = c => (c /= 255) <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4;
@@ -123,7 +138,7 @@ class _Quiet(SimpleHTTPRequestHandler):
 
 
 def _problems(browser: Any, home: str, pages: list[str], pictures: Path | None) -> Iterator[str]:
-    """A sentence for each error, overflow and pale text; that of colours once in all."""
+    """A sentence for each error, overflow, broken rule and pale text; that of colours once in all."""
     pale: dict[str, str] = {}
     for scheme in SCHEMES:
         for device, width in WIDTHS.items():
@@ -141,6 +156,9 @@ def _problems(browser: Any, home: str, pages: list[str], pictures: Path | None) 
                     yield f"{where}: wider than the window: {wide}"
                 for colours, example in page.evaluate(CONTRAST).items():
                     pale.setdefault(f"{scheme}: {colours}", f"contrast {example} in {name}, {device}")
+                if name in TYPICAL:
+                    broken = Axe().run(page, options=RULES).response["violations"]
+                    yield from (f"{where}: {one['id']}: {one['nodes'][0]['html'][:120]}" for one in broken)
                 if pictures is not None:
                     page.screenshot(path=pictures / f"{name.replace('/', '-')}.{device}.{scheme}.png")
             context.close()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import json
 import re
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -58,11 +60,13 @@ def test_a_site_is_checked_for_size_and_links(module, tmp_path):
     assert [*check.problems(tmp_path)] == []
 
     write(tmp_path, "b/page.html", '<a href="../index.html#gone">a</a><img src="no.png">' + " " * check.MAX_BYTES)
+    write(tmp_path, "c.html", '<p role="heading">c</p><p role="heading" aria-level="2">d</p>')
 
     assert [*check.problems(tmp_path)] == [
         "b/page.html has 300,052 bytes, more than 300,000",
         "b/page.html links to ../index.html#gone, and there is no such place on that page",
         "b/page.html links to no.png, which is not there",
+        "c.html has 1 headings without aria-level, which screen readers cannot place",
         "index.html links to b/page.html#place, and there is no such place on that page",
     ]
 
@@ -91,3 +95,55 @@ def test_pages_say_per_and_not_a():
     assert found == []
     assert A_FOR_PER.search("4 bytes a parameter")
     assert not A_FOR_PER.search("at a time a rank is lost")
+
+
+@pytest.fixture
+def repository(tmp_path):
+    """Two tags of a project whose ``make docs`` copies pages, and counts how often it is asked."""
+    folder = tmp_path / "project"
+    write(
+        folder,
+        "Makefile",
+        f"docs:\n\tmkdir -p docs/_build && cp -r pages docs/_build/html && echo x >> {tmp_path}/builds\n",
+    )
+    git = ["git", "-C", folder, "-c", "user.name=a", "-c", "user.email=a@b"]
+    subprocess.run(["git", "init", "-q", folder], check=True)
+    for tag, page in (("v0.9.0", "old.html"), ("v0.10.0", "new.html")):
+        for name in ("index.html", page):
+            write(folder, f"pages/{name}", f"{tag} {name}")
+        write(folder, "pages/_static/versions.js", "window.siteVersions = null;")
+        subprocess.run([*git, "add", "."], check=True)
+        subprocess.run([*git, "commit", "-qm", tag], check=True)
+        subprocess.run([*git, "tag", tag], check=True)
+    return folder
+
+
+def test_a_site_of_several_versions_is_built_tag_by_tag(module, repository, tmp_path, capfd):
+    versions, site = module("versions"), tmp_path / "site"
+
+    assert versions.main([str(site), "v0.9.0"], repository) == 0
+    assert versions.main([str(site), "v0.9.0", "v0.10.0"], repository) == 0
+
+    assert (tmp_path / "builds").read_text().count("x") == 2  # what was there is not built again
+    assert "url=v0.10.0/index.html" in (site / "index.html").read_text()
+    for version in ("v0.9.0", "v0.10.0"):
+        assert (site / version / "index.html").read_text() == f"{version} index.html"
+        script = (site / version / "_static/versions.js").read_text()
+        assert json.loads(script.removeprefix("window.siteVersions = ").rstrip(";\n")) == {
+            "current": version,
+            "pages": {"v0.10.0": ["index.html", "new.html", "old.html"], "v0.9.0": ["index.html", "old.html"]},
+        }
+    assert "v0.10.0, v0.9.0" in capfd.readouterr().out
+    assert (
+        "files"
+        not in subprocess.run(["git", "-C", repository, "worktree", "list"], capture_output=True, text=True).stdout
+    )
+
+
+def test_a_version_that_git_does_not_have_is_refused(module, repository, tmp_path, capsys):
+    with pytest.raises(SystemExit) as ended:
+        module("versions").main([str(tmp_path / "site"), "v0.8.0"], repository)
+
+    assert ended.value.code == 2
+    assert "v0.8.0: git has no such tag; it has v0.10.0, v0.9.0" in capsys.readouterr().err
+    assert not (tmp_path / "site").exists()

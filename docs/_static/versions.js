@@ -1,0 +1,2 @@
+// The versions beside this one. `python docs/versions.py` writes them here, once a site has several.
+window.siteVersions = null;
