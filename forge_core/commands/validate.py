@@ -11,7 +11,7 @@ import attrs
 import click
 
 from forge_core.commands.json_output import json_option, print_json
-from forge_core.config.problems import ConfigProblems, Location, key_text
+from forge_core.config.problems import ConfigProblems, Location, Problem, key_text
 from forge_core.contracts.command import options_of
 from forge_core.errors import ConfigError
 
@@ -89,7 +89,7 @@ def validate(
 
 
 def _told(error: ConfigError) -> Iterator[ToldProblem]:
-    for problem in error.problems if isinstance(error, ConfigProblems) else ():
+    for problem in error.problems if isinstance(error, ConfigProblems) else [Problem((), str(error))]:
         at, near = problem.location or Location(""), re.search(r"[Dd]id you mean '?([^'?]+)", problem.sentence)
         yield ToldProblem(
             file=None if at.is_override else at.source or None,
@@ -100,5 +100,3 @@ def _told(error: ConfigError) -> Iterator[ToldProblem]:
             nearest=near and near[1],
             allowed=problem.allowed,
         )
-    if not isinstance(error, ConfigProblems):
-        yield ToldProblem(message=str(error))

@@ -12,10 +12,13 @@ if TYPE_CHECKING:
     from forge_core.contracts.builder import Builder
     from forge_core.contracts.loss import Loss, LossSum
 
-ShardRole = Literal[
-    "column", "row", "vocab", "embedding", "expert", "router", "whole", "sequence", "residual", "replicate", "tower"
-]
-"""The role of a module under tensor parallelism (axis ``tp``).
+SHARD_ROLES = (
+    *("column", "row", "vocab", "embedding", "expert", "router", "whole", "sequence", "residual", "replicate", "tower"),
+)
+"""The roles of modules that Forge's own passes know."""
+ShardRole = str
+"""The role of a module under tensor parallelism (axis ``tp``). A package may bring more than ``SHARD_ROLES``, for a
+pass of its own; a pass refuses one that it does not know.
 
 =============  ============================  ===========================  ==================================
 role           sharded                       reads                        gives
@@ -62,8 +65,11 @@ Examples: a norm before attention is ``sequence``; a norm right after the embedd
 decoder is a ``tower``. Without ``sequence`` modules a module without a role works on whole activations; with them,
 every module that has parameters has a role."""
 
-ParameterRole = Literal["matrix", "embedding", "head", "norm", "bias", "expert"]
-"""The role of a parameter to an optimizer. ``head`` is the output matrix when it is not tied to the embedding."""
+PARAMETER_ROLES = ("matrix", "embedding", "head", "norm", "bias", "expert")
+"""The roles of parameters that Forge's own optimizers know."""
+ParameterRole = str
+"""The role of a parameter to an optimizer. ``head`` is the output matrix when it is not tied to the embedding. A
+package may bring more than ``PARAMETER_ROLES``; an optimizer or parametrization that has no rule for one says so."""
 
 Recompute = Literal["keep", "recompute"]
 

@@ -70,6 +70,28 @@ class TestTiedModel(ModelConformance):
         return TiedModel(**given)
 
 
+class OwnRoles(CachedModel):
+    def parameter_roles(self):
+        return {**super().parameter_roles(), "head.weight": "readout"}
+
+    def parallel_plan(self):
+        return {**super().parallel_plan(), "head": "by_group"}
+
+
+def test_a_package_may_bring_roles():
+    class Kit(ModelConformance):
+        further_roles = ("readout", "by_group")
+
+        def make(self, **given):
+            return OwnRoles(**given)
+
+    Kit().test_parameter_roles_cover_every_parameter()
+    Kit().test_parallel_plan_names_modules()
+    Kit.further_roles = ()
+    with pytest.raises(AssertionError, match=r"head.weight has the unknown role 'readout'"):
+        Kit().test_parameter_roles_cover_every_parameter()
+
+
 class TestModelWithoutCache(ModelConformance):
     takes_documents = False
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, get_args
+from collections.abc import Collection
+from typing import Any, ClassVar
 
 import pytest
 import torch
 
-from forge_core.contracts.model import ParameterRole, ShardRole
+from forge_core.contracts.model import PARAMETER_ROLES, SHARD_ROLES
 from forge_core.train.build import cast_parameters
 from forge_core.train.initialisation import SeededInitializer
 from forge_testing.component_case import ComponentCase
@@ -32,6 +33,9 @@ class FeedForwardConformance(ComponentCase):
     n_layers: ClassVar[int] = 2
     independent_positions: ClassVar[bool] = True
     """Whether a position's output depends on that position alone. Not so where experts have a capacity."""
+
+    further_roles: ClassVar[Collection[str]] = ()
+    """Roles of parameters and modules that the package brings, beside those of ``forge_core.contracts.model``."""
 
     def build_layer(self, seed: int = 0, std: float = 0.1, residual_std: float = 0.1) -> Any:
         """Build on meta, materialise and initialise, as the engine does."""
@@ -132,7 +136,7 @@ class FeedForwardConformance(ComponentCase):
         assert not forgotten, f"parameter_roles leaves out {', '.join(forgotten)}"
         assert not unknown, f"parameter_roles names {', '.join(unknown)}, which the layer does not have"
         for name, role in roles.items():
-            assert role in get_args(ParameterRole), f"{name} has the unknown role {role!r}"
+            assert role in (*PARAMETER_ROLES, *self.further_roles), f"{name} has the unknown role {role!r}"
 
     def test_parallel_plan_names_modules(self) -> None:
         layer = self._uninitialised()
@@ -140,7 +144,8 @@ class FeedForwardConformance(ComponentCase):
 
         for name, role in layer.parallel_plan().items():
             assert name in modules, f"parallel_plan names {name!r}, which is not a module of the layer"
-            assert role in get_args(ShardRole), f"parallel_plan gives {name!r} the unknown role {role!r}"
+            known = (*SHARD_ROLES, *self.further_roles)
+            assert role in known, f"parallel_plan gives {name!r} the unknown role {role!r}"
 
     def test_active_parameters_is_a_part_of_all(self) -> None:
         layer = self._uninitialised()

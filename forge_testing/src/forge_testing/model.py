@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from itertools import pairwise
 from typing import Any, ClassVar, get_args
 
@@ -15,7 +15,7 @@ from torch import nn
 
 from forge_core.contracts.batch import KNOWN, Entry
 from forge_core.contracts.loss import IGNORED, LossSum
-from forge_core.contracts.model import ParameterRole, Recompute, ShardRole, fits
+from forge_core.contracts.model import PARAMETER_ROLES, SHARD_ROLES, Recompute, fits
 from forge_core.train.build import cast_parameters
 from forge_core.train.initialisation import SeededInitializer
 from forge_testing.component_case import ComponentCase
@@ -46,6 +46,9 @@ class ModelConformance(ObservableConformance, ComponentCase):
     """Whether forward takes ``document`` and ``positions``, for packed sequences."""
     entries: ClassVar[Mapping[str, Entry]] = {}
     """What else batches have, with sizes. Forward is given it in every check."""
+
+    further_roles: ClassVar[Collection[str]] = ()
+    """Roles of parameters and modules that the package brings, beside those of ``forge_core.contracts.model``."""
 
     def build_model(self, seed: int = 0) -> Any:
         """Build on meta, materialise and initialise, as the engine does."""
@@ -114,7 +117,7 @@ class ModelConformance(ObservableConformance, ComponentCase):
         assert longest >= self.seq_len, f"max_seq_len is {longest}; set seq_len of this test class to at most that"
 
     def test_parameter_roles_cover_every_parameter(self) -> None:
-        _assert_roles(self._on_meta())
+        _assert_roles(self._on_meta(), (*PARAMETER_ROLES, *self.further_roles))
 
     def test_parallel_plan_names_modules(self) -> None:
         model = self._on_meta()
@@ -122,7 +125,8 @@ class ModelConformance(ObservableConformance, ComponentCase):
 
         for pattern, role in model.parallel_plan().items():
             assert any(fits(name, pattern) for name in modules), f"parallel_plan: {pattern!r} matches no module"
-            assert role in get_args(ShardRole), f"parallel_plan gives {pattern!r} the unknown role {role!r}"
+            known = (*SHARD_ROLES, *self.further_roles)
+            assert role in known, f"parallel_plan gives {pattern!r} the unknown role {role!r}"
 
     def test_recompute_plan_names_operations(self) -> None:
         for operation, choice in self._on_meta().recompute_plan().items():
@@ -264,7 +268,7 @@ class ModelConformance(ObservableConformance, ComponentCase):
             msg="the last stage gives another loss than the whole model",
         )
         for stage in (first, last):
-            _assert_roles(stage)
+            _assert_roles(stage, (*PARAMETER_ROLES, *self.further_roles))
 
     def test_works_in_bf16(self) -> None:
         tokens, targets = self.tokens(), self._targets()
@@ -428,13 +432,13 @@ class ModelConformance(ObservableConformance, ComponentCase):
         return hidden, along
 
 
-def _assert_roles(model: Any) -> None:
+def _assert_roles(model: Any, known: Collection[str]) -> None:
     roles, actual = model.parameter_roles(), {name for name, _ in model.named_parameters()}
     forgotten, unknown = sorted(actual - set(roles)), sorted(set(roles) - actual)
     assert not forgotten, f"parameter_roles leaves out {', '.join(forgotten)}"
     assert not unknown, f"parameter_roles names {', '.join(unknown)}, which this stage does not have"
     for name, role in roles.items():
-        assert role in get_args(ParameterRole), f"{name} has the unknown role {role!r}"
+        assert role in known, f"{name} has the unknown role {role!r}"
 
 
 def _further_parts(model: Any) -> dict[str, str]:

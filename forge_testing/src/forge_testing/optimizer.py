@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from forge_core.checkpoint.state_dict import empty_slot
-from forge_core.contracts.model import ParameterRole
+from forge_core.contracts.model import PARAMETER_ROLES, ParameterRole
 from forge_core.contracts.optimizer import HasEvaluationWeights, NamedParameter, StateLayout, UpdateSize
 from forge_core.train.parameter_groups import members_of
 from forge_testing.component_case import ComponentCase
@@ -48,7 +48,7 @@ class OptimizerConformance(ComponentCase):
     period: ClassVar[int] = 1
     """Steps after which everything that the optimizer does has been done: 100 for one that recomputes something every
     100. It is resumed, and compared with itself on shards, over so many, and over 24 at least."""
-    roles: ClassVar[Collection[ParameterRole]] = get_args(ParameterRole)
+    roles: ClassVar[Collection[ParameterRole]] = PARAMETER_ROLES
     """The roles that it takes: ``("matrix", "expert")`` for one that refuses the others."""
 
     def test_takes_every_parameter_once(self) -> None:

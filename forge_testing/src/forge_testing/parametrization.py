@@ -104,7 +104,7 @@ class ParametrizationConformance(ComponentCase):
             grown = [n * width if is_growing else n for n, is_growing in zip(shape, grows, strict=True)]
             yield SizedParameter(
                 name=name,
-                role=role,  # type: ignore[arg-type]  # one of the literals
+                role=role,
                 shape=torch.Size(grown),
                 base_shape=torch.Size(shape),
                 size=self._size(width, depth),

@@ -42,6 +42,17 @@ def test_embeddings_decay_when_asked(parameters) -> None:
     assert settings(parameters, decay_embeddings=True)["embed.weight"] == (1.0, 0.1)
 
 
+def test_a_role_without_a_rule_is_refused_unless_a_group_decides(parameters) -> None:
+    filters = NamedParameter("conv.filters", nn.Parameter(torch.ones(2)), "filter")
+
+    with pytest.raises(ConfigError, match=r"conv.filters has the role 'filter', for which there is no rule; known are"):
+        settings([*parameters, filters])
+    group = ParameterGroup(pattern="conv.*", weight_decay=0.3)
+    assert settings([*parameters, filters], [group])["conv.filters"] == (1.0, 0.3)
+    made = parameter_groups([*parameters, filters], ParameterRules(lr=1.0, weight_decay=0.0))
+    assert filters.parameter in {one for group in made for one in group["params"]}
+
+
 def test_every_parameter_is_in_one_group(parameters) -> None:
     made = parameter_groups(parameters, ParameterRules(lr=1.0))
 

@@ -100,6 +100,19 @@ def test_a_plan_that_names_no_module_is_refused() -> None:
         matched_plan(Misnaming())
 
 
+def test_a_role_that_the_pass_does_not_know_is_refused() -> None:
+    """It was left alone before, and its gradients were those of one rank's features."""
+
+    class Inventing(SmallModel):
+        def parallel_plan(self):
+            return {**super().parallel_plan(), "blocks.*.query": "columns"}
+
+    with pytest.raises(
+        PluginError, match=r"'columns', which tensor_parallel does not know; did you mean 'column'\?; it"
+    ):
+        matched_plan(Inventing())
+
+
 def stage(**changes):
     """A model without its first part, as a pipeline stage has it."""
     model = SmallModel(n_layers=3)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, get_args
+from collections.abc import Collection
+from typing import Any, ClassVar
 
 import torch
 
-from forge_core.contracts.model import ParameterRole
+from forge_core.contracts.model import PARAMETER_ROLES
 from forge_core.train.initialisation import SeededInitializer
 from forge_testing.component_case import ComponentCase
 from forge_testing.module_state import assert_initialised, build_on_meta, materialise, snapshot
@@ -16,6 +17,8 @@ class PartConformance(ComponentCase):
     """Checks of a module that fills itself by ``init_weights(rng, prefix)`` and names the roles of its parameters."""
 
     prefix: ClassVar[str] = "vision."
+    further_roles: ClassVar[Collection[str]] = ()
+    """Roles of parameters that the package brings, beside those of ``forge_core.contracts.model``."""
 
     def given(self) -> dict[str, Any]:
         """Keywords that the factory is given."""
@@ -53,7 +56,7 @@ class PartConformance(ComponentCase):
         assert not forgotten, f"parameter_roles leaves out {', '.join(forgotten)}"
         assert not unknown, f"parameter_roles names {', '.join(unknown)}, which the module does not have"
         for name, role in roles.items():
-            assert role in get_args(ParameterRole), f"{name} has the unknown role {role!r}"
+            assert role in (*PARAMETER_ROLES, *self.further_roles), f"{name} has the unknown role {role!r}"
 
     def _uninitialised(self) -> Any:
         part = build_on_meta(lambda: self.make(**self.given()))

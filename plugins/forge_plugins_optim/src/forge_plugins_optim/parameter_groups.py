@@ -7,8 +7,9 @@ from typing import Any
 
 from torch.distributed.tensor import DTensor
 
+from forge_core.contracts.model import PARAMETER_ROLES
 from forge_core.contracts.optimizer import NamedParameter
-from forge_core.errors import ConfigError
+from forge_core.errors import ConfigError, nearest_hint
 from forge_plugins_optim.config import MatrixRules
 from forge_plugins_optim.name_patterns import first_match, why_idle
 
@@ -25,7 +26,7 @@ def parameter_groups(parameters: Sequence[NamedParameter], rules: MatrixRules) -
             name takes the parameter.
 
     Raises:
-        ConfigError: a group takes no parameter, or has no effect.
+        ConfigError: a group takes no parameter, or has no effect; or a parameter has a role without a rule.
     """
     decayed = rules.decayed_roles
     lr, groups = rules.lr, rules.groups
@@ -39,6 +40,13 @@ def parameter_groups(parameters: Sequence[NamedParameter], rules: MatrixRules) -
             taken[index] += 1
             own_lr = group.lr if group.lr is not None else lr * (1.0 if group.lr_scale is None else group.lr_scale)
             own_decay = own_decay if group.weight_decay is None else group.weight_decay
+        is_decided = index is not None and groups[index].weight_decay is not None
+        if entry.role not in PARAMETER_ROLES and rules.weight_decay and not is_decided:
+            raise ConfigError(
+                f"optimizer.weight_decay: {entry.name} has the role {entry.role!r}, for which there is no rule"
+                f"{nearest_hint(entry.role, PARAMETER_ROLES)}; known are {', '.join(PARAMETER_ROLES)}. Or set its "
+                "weight_decay in optimizer.groups"
+            )
         mesh = entry.parameter.device_mesh if isinstance(entry.parameter, DTensor) else None
         gathered.setdefault((own_lr, own_decay, mesh), []).append(entry.parameter)
     elsewhere = parameters[0].elsewhere if parameters else ()

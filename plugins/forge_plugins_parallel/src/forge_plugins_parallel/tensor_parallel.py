@@ -20,10 +20,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Shard
 
-from forge_core.contracts.model import ShardRole, canonical_name, fits
+from forge_core.contracts.model import SHARD_ROLES, ShardRole, canonical_name, fits
 from forge_core.contracts.observation import Ends
 from forge_core.contracts.parallel_pass import PassContext
-from forge_core.errors import ConfigError, PluginError
+from forge_core.errors import ConfigError, PluginError, nearest_hint
 from forge_core.ops.auxiliary_loss import LEDGER
 from forge_plugins_parallel.config import TensorParallelConfig, rank_without_rows
 from forge_plugins_parallel.cut_layers import (
@@ -103,7 +103,7 @@ def matched_plan(model: Any) -> dict[str, ShardRole]:
     """The role of each module by its name, from the patterns that the model gives.
 
     Raises:
-        PluginError: a pattern matches nothing, or a module has two roles.
+        PluginError: a pattern matches nothing, a module has two roles, or one that this pass does not know.
     """
     names = list(dict.fromkeys(canonical_name(name) for name, _ in model.named_modules(remove_duplicate=False)))
     plan: dict[str, ShardRole] = {}
@@ -111,6 +111,11 @@ def matched_plan(model: Any) -> dict[str, ShardRole]:
         matches = [name for name in names if fits(name, pattern)]
         if not matches and not _is_of_another_stage(pattern, model):
             raise PluginError(f"{_class(model)}.parallel_plan names {pattern!r}, which is no module of the model")
+        if role not in SHARD_ROLES:
+            raise PluginError(
+                f"{_class(model)}.parallel_plan gives {pattern!r} the role {role!r}, which tensor_parallel does not "
+                f"know{nearest_hint(role, SHARD_ROLES)}; it knows {', '.join(SHARD_ROLES)}"
+            )
         for name in matches:
             if plan.setdefault(name, role) != role:
                 raise PluginError(f"{_class(model)}.parallel_plan says both {plan[name]!r} and {role!r} for {name}")
