@@ -15,6 +15,9 @@ from forge_core.commands.config import config
 from forge_core.commands.validate import validate
 from forge_core.errors import ConfigError
 
+AS_FORGE = {"help_option_names": ["-h", "--help"]}
+"""A command keeps the option of help that it had first; without this, tests after these would find no ``-h``."""
+
 
 @pytest.fixture
 def forge(write, catalog):
@@ -22,7 +25,7 @@ def forge(write, catalog):
     obj = SimpleNamespace(catalog=lambda disable=(): catalog, debug=False)
 
     def forge(command: click.Command, *arguments: str) -> str:
-        result = CliRunner().invoke(command, arguments, obj=obj, catch_exceptions=False)
+        result = CliRunner().invoke(command, arguments, obj=obj, catch_exceptions=False, **AS_FORGE)
         assert result.exit_code == 0, result.output
         return result.output
 
@@ -103,7 +106,7 @@ def test_config_prints_what_differs(forge, write):
     [([], "Missing argument 'CONFIG'"), (["--schema", "job.toml"], "takes no file or setting")],
 )
 def test_config_says_what_it_needs(catalog, arguments, message):
-    result = CliRunner().invoke(config, arguments, obj=SimpleNamespace(catalog=lambda disable=(): catalog))
+    result = CliRunner().invoke(config, arguments, obj=SimpleNamespace(catalog=lambda disable=(): catalog), **AS_FORGE)
 
     assert result.exit_code == 2
     assert message in result.output
