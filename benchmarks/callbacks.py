@@ -27,7 +27,7 @@ from forge_core.contracts.component_ref import ComponentRef
 from forge_core.distributed.mesh import choose_device, join_process_group
 from forge_core.train.trainer import Trainer
 
-NAMES = ("activation_norms", "curve_extrapolation", "health", "layer_norms")
+NAMES = ("activation_norms", "curve_extrapolation", "ema", "health", "layer_norms")
 _BEFORE = 10
 """Steps that are not measured: the first is logged, and slow."""
 

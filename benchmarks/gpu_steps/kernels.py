@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from forge_core.contracts.loss import IGNORED
 from forge_plugins_moe.grouped import grouped_product
+from forge_plugins_optim.chunked_cross_entropy import ChunkedCrossEntropy, chunked_cross_entropy
+from forge_plugins_optim.loss_config import ChunkedCrossEntropyConfig
 from gpu_steps.machine import seconds_of
-from gpu_steps.step import Figures, Setting, must
+from gpu_steps.step import Figures, Setting, SkippedError, must
 
 COUNTS = ([0, 1, 7, 0, 24], [0, 0, 0, 0, 0], [32, 0, 0, 0, 0], [3, 3, 3, 3, 3])
 """Rows of each of five experts."""
@@ -82,6 +88,68 @@ def _relative(got: torch.Tensor | None, want: torch.Tensor) -> float:
     assert got is not None
     norm = want.norm().item()
     return (got.double() - want).norm().item() / norm if norm else float(got.double().norm().item())
+
+
+def losses(setting: Setting) -> Figures:
+    """Head and loss in chunks of 2,048 tokens, forward and backward in bf16: Triton's kernels over torch's operations,
+    in time and in what is added at the peak; and how far the kernels are off from fp64."""
+    if importlib.util.find_spec("triton") is None:
+        raise SkippedError("Triton is not installed")
+    tokens, dim, vocabulary = (64, 32, 5000) if setting.tiny else (16384, 4096, 128256)
+    steps = {name: _loss_step(setting, name, tokens, dim, vocabulary) for name in ("torch", "triton")}
+    seconds = {name: seconds_of(step, setting) for name, step in steps.items()}
+    figures: dict[str, float | int | str] = {
+        "error_bfloat16": float(f"{_loss_distance(setting):.1e}"),
+        "torch_ms": round(seconds["torch"] * 1e3, 2),
+        "time_to_torch": round(seconds["triton"] / seconds["torch"], 3),
+    }
+    if setting.is_gpu:
+        added = {name: _added_at_the_peak(step) for name, step in steps.items()}
+        figures |= {
+            "torch_mib": round(added["torch"] / 2**20),
+            "memory_to_torch": round(added["triton"] / added["torch"], 3),
+        }
+    off = float(figures["error_bfloat16"])
+    return must({f"it is off by {off:.1e}": not off < 2e-2}, figures)
+
+
+def _loss_step(setting: Setting, kernel: str, tokens: int, dim: int, vocabulary: int) -> Callable[[], None]:
+    loss = _chunked_loss(kernel, 2048)
+    hidden = torch.randn(1, tokens, dim, device=setting.device, dtype=torch.bfloat16, requires_grad=True)
+    head = nn.Linear(dim, vocabulary, bias=False, device=setting.device, dtype=torch.bfloat16)
+    targets = torch.randint(vocabulary, (1, tokens), device=setting.device)
+
+    def step() -> None:
+        torch.autograd.grad(loss(hidden, head, targets).total, [hidden, head.weight])
+
+    return step
+
+
+def _chunked_loss(kernel: str, chunk_size: int) -> ChunkedCrossEntropy:
+    return chunked_cross_entropy(ChunkedCrossEntropyConfig(kernel=kernel, chunk_size=chunk_size))
+
+
+def _loss_distance(setting: Setting) -> float:
+    """The largest of the total's and both gradients', with targets that are ignored."""
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(1, 64, 32, generator=generator).to(setting.device, torch.bfloat16).requires_grad_()
+    head = nn.Linear(32, 5000, bias=False)
+    nn.init.normal_(head.weight, generator=generator)
+    head.to(setting.device, torch.bfloat16)
+    targets = torch.randint(5000, (1, 64), generator=generator).to(setting.device)
+    targets[0, ::5] = IGNORED
+    total = _chunked_loss("triton", 24)(hidden, head, targets).total
+    logits = F.linear(hidden.double(), head.weight.double()).flatten(0, 1)
+    expected = F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORED, reduction="sum")
+    found, wanted = ([one, *torch.autograd.grad(one, [hidden, head.weight])] for one in (total, expected))
+    return max(_relative(got.detach(), want.detach().double()) for got, want in zip(found, wanted, strict=True))
+
+
+def _added_at_the_peak(step: Callable[[], None]) -> int:
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    step()
+    return torch.cuda.max_memory_allocated() - before
 
 
 def attention(setting: Setting) -> Figures:

@@ -26,6 +26,7 @@ n_heads = 2
 [data]
 name = "text_files"
 path = "corpus"
+validation = 0.5
 
 [optimizer]
 name = "signum"
@@ -37,14 +38,23 @@ name = "acme-recipes:inverse_sqrt"
 [loss]
 name = "acme-recipes:z_loss"
 
+[[callbacks]]
+name = "polyak"
+
+[eval]
+interval = 4
+batches = 2
+
 [metrics]
 interval = 1
 """
 
 
 def metrics(run: Path) -> list[dict[str, float]]:
+    """Of steps, and the losses of evaluations."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{key: line[key] for key in ("step", "loss", "lr", "grad_norm", "tokens")} for line in lines]
+    keys = {"step", "loss", "lr", "grad_norm", "tokens", "eval/loss"}
+    return [{key: value for key, value in line.items() if key in keys or key.startswith("polyak/")} for line in lines]
 
 
 def test_our_wheels_are_small(installed) -> None:
@@ -108,23 +118,28 @@ def test_they_pass_the_kit(installed) -> None:
 
 def test_a_recipe_trains_by_name_and_resumes_exactly(installed, tmp_path: Path) -> None:
     (tmp_path / "corpus").mkdir()
-    (tmp_path / "corpus" / "text.txt").write_text("".join(f"{n} times {n} is {n * n}.\n" for n in range(400)))
+    for number in range(2):
+        text = "".join(f"{n} times {n} is {n * n}.\n" for n in range(number, 800, 2))
+        (tmp_path / "corpus" / f"{number}.txt").write_text(text)
     (tmp_path / "config.toml").write_text(CONFIG)
 
     installed.forge("validate", "config.toml", cwd=tmp_path)
     installed.trained("run", "config.toml", cwd=tmp_path)
-    assert [line["step"] for line in metrics(tmp_path / "runs" / "config")] == [1, 2, 3, 4]
+    assert [line["step"] for line in metrics(tmp_path / "runs" / "config")] == [1, 2, 3, 4, 4]
     installed.trained("run", "config.toml", "--train.steps=8", cwd=tmp_path)
     installed.trained("run", "config.toml", "--train.steps=8", "--run.name=straight", cwd=tmp_path)
 
     resumed, straight = metrics(tmp_path / "runs" / "config"), metrics(tmp_path / "runs" / "straight")
     assert resumed == straight
-    assert [line["step"] for line in straight] == list(range(1, 9))
-    assert straight[-1]["loss"] < straight[0]["loss"] - 0.05
+    steps, evaluations = ([line for line in straight if key in line] for key in ("loss", "eval/loss"))
+    assert [line["step"] for line in steps] == list(range(1, 9))
+    assert [line["step"] for line in evaluations] == [4, 8]
+    assert steps[-1]["loss"] < steps[0]["loss"] - 0.05
+    assert steps[-1]["polyak/away/head.weight"] > 0
     resolved = (tmp_path / "runs" / "config" / "job.toml").read_text()
     assert 'name = "acme-recipes:signum"' in resolved
     environment = json.loads((tmp_path / "runs" / "config" / "environment.json").read_text())
     assert "acme-recipes" in json.dumps(environment)
     installed.forge("report", "runs", "--out", "report.html", cwd=tmp_path)
     (section,) = re.findall(r'<section id="finals">.*?</section>', (tmp_path / "report.html").read_text(), re.S)
-    assert f"<td>{straight[-1]['loss']}</td>" in section
+    assert f"<td>{steps[-1]['loss']}</td>" in section

@@ -57,17 +57,22 @@ def careless(self, error):
 
 
 class Averaging(Callback):
-    """Keeps the contract: the mean of what the weights were after each step is evaluated."""
+    """Keeps the contract: the mean of what the weights were after each update is evaluated."""
 
     def run_start(self, run):
         self.parameters = run.parameters
         self.sums = {name: one.detach().clone() for name, one in run.parameters.items()}
         self.count = torch.ones(())
 
+    def before_optimizer_step(self, run, context):
+        if context.logged:
+            run.report({"norm": context.metrics["grad_norm"]})
+
     def step_end(self, run, context):
+        counts = 1 - context.left_out
         for name, one in self.parameters.items():
-            self.sums[name] += one.detach()
-        self.count += 1
+            self.sums[name] += one.detach() * counts
+        self.count += counts
 
     def tensors(self):
         return {"count": self.count, **self.sums}

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
+import attrs
 import pytest
 import torch
 import torch.distributed as dist
@@ -246,14 +247,13 @@ class SmallRun:
             total, count, _ = self.model(tokens[:, :-1], targets=tokens[:, 1:], loss=cross_entropy)
             loss = total / count
             loss.backward()
-            metrics = {"loss": loss.detach()}
-            self._call("before_optimizer_step", context=StepContext(step, 2 * SEQ_LEN * step, metrics, logged))
-            metrics["grad_norm"] = nn.utils.get_total_norm(
-                [p.grad for p in self.model.parameters() if p.grad is not None]
-            )
+            gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+            metrics = {"loss": loss.detach(), "grad_norm": nn.utils.get_total_norm(gradients)}
+            context = StepContext(step, 2 * SEQ_LEN * step, metrics, logged)
+            self._call("before_optimizer_step", context=context)
             self.optimizer.step()
             self.optimizer.zero_grad()
-            self._call("step_end", context=StepContext(step, 2 * SEQ_LEN * step, metrics, logged))
+            self._call("step_end", context=attrs.evolve(context, left_out=torch.zeros(())))
             if logged and self.run.rank == 0:
                 values = {
                     "loss": loss.item(),

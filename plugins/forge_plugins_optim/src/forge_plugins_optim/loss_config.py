@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import attrs
 from attrs.validators import and_, ge, gt, lt
@@ -28,6 +28,15 @@ class ChunkedCrossEntropyConfig:
     dtype. Smaller chunks take less memory, and on a GPU more time: on an H200 with 16,384 tokens in bf16, D = 4096 and
     V = 128,256, chunks of 512, 1024, 2048, 4096 took 1.29, 1.07, 1.01, 0.98 times as long as the full logits do, and
     0.14, 0.17, 0.26, 0.42 times the memory."""
+    kernel: Literal["torch", "triton"] = "torch"
+    """``triton``, on a GPU: softmax, loss and gradient of a chunk by two kernels, in the memory of its logits, which
+    then exist once, in the compute dtype. Its gain has not been measured yet. `forge plan` needs a GPU for it, too, and
+    plans with the memory of ``torch``."""
+
+    def check(self, job: Job) -> Iterator[tuple[str, str]]:
+        """A kernel of a GPU is not for a CPU."""
+        if self.kernel == "triton" and job.run.device in ("cpu", "mps"):
+            yield "kernel", f"'triton' runs on a GPU, and run.device is {job.run.device!r}; leave kernel out"
 
 
 @attrs.frozen(kw_only=True)

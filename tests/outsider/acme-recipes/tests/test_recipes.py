@@ -1,3 +1,4 @@
+from forge_testing.callback import CallbackConformance
 from forge_testing.data_source import DataSourceConformance
 from forge_testing.evaluation import EvaluationConformance
 from forge_testing.loss import LossConformance
@@ -41,6 +42,10 @@ class TestRamp(DataSourceConformance):
 class TestTides(DataSourceConformance):
     component = "acme-recipes:tides"
     holds_out = False
+
+
+class TestPolyak(CallbackConformance):
+    component = "acme-recipes:polyak"
 
 
 class TestSurprise(EvaluationConformance):

@@ -54,6 +54,11 @@ class TidesConfig(DataSourceConfig):
 
 
 @attrs.frozen(kw_only=True)
+class PolyakConfig:
+    """No keys."""
+
+
+@attrs.frozen(kw_only=True)
 class SurpriseConfig(EvaluationConfig):
     """Keys of ``surprise``."""
 

@@ -74,6 +74,16 @@ def forge_data_sources():
 
 
 @hookimpl
+def forge_callbacks():
+    yield Component(
+        name="polyak",
+        summary="evaluates the mean of the weights of all steps",
+        factory="acme_recipes.polyak:Polyak",
+        config="acme_recipes.config:PolyakConfig",
+    )
+
+
+@hookimpl
 def forge_evaluations():
     yield Component(
         name="surprise",

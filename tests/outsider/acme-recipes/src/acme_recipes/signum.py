@@ -2,6 +2,9 @@ import torch
 
 
 class Signum(torch.optim.Optimizer):
+    leaves_out = True
+    left_out = None
+
     def __init__(self, config, /, *, parameters):
         super().__init__([one.parameter for one in parameters], {"lr": config.lr, "momentum": config.momentum})
 
@@ -11,6 +14,9 @@ class Signum(torch.optim.Optimizer):
             for parameter in group["params"]:
                 if parameter.grad is None:
                     continue
-                momentum = self.state[parameter].setdefault("momentum", torch.zeros_like(parameter))
-                momentum.lerp_(parameter.grad, 1 - group["momentum"])
-                parameter.add_(momentum.sign(), alpha=-group["lr"])
+                old = self.state[parameter].setdefault("momentum", torch.zeros_like(parameter))
+                new, lr = old.lerp(parameter.grad, 1 - group["momentum"]), group["lr"]
+                if self.left_out is not None:
+                    new, lr = torch.where(self.left_out == 1, old, new), lr * (1 - self.left_out)
+                parameter.sub_(new.sign() * lr)
+                old.copy_(new)
