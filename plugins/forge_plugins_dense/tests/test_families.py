@@ -10,11 +10,13 @@ import torch
 import transformers
 
 from forge_core.errors import ConfigError
-from forge_plugins_dense import gemma_layouts, gpt_layouts, weight_layouts
+from forge_core.registry.discovery import discover
+from forge_plugins_dense import gemma_layouts, gpt_layouts, layer_norm_layouts, output_norm_layouts, weight_layouts
 from forge_plugins_dense.config import TransformerConfig
 from forge_plugins_dense.feed_forward_config import MLPConfig
 from forge_plugins_dense.layer_config import LayerConfig
 from forge_plugins_dense.rope_config import Llama3Scaling, LongRope, YarnScaling
+from forge_plugins_hf.layouts import layout_of_model
 from trained_alike import assert_trained_alike
 
 SHAPE = {
@@ -61,9 +63,9 @@ FAMILIES = {
         weight_layouts.Qwen2Layout,
         transformers.Qwen2Config(**SHAPE, use_sliding_window=True, sliding_window=5, max_window_layers=1),
     ),
-    "olmo2": (weight_layouts.Olmo2Layout, transformers.Olmo2Config(**SHAPE, attention_bias=True)),
+    "olmo2": (output_norm_layouts.Olmo2Layout, transformers.Olmo2Config(**SHAPE, attention_bias=True)),
     "olmo3": (
-        weight_layouts.Olmo3Layout,
+        output_norm_layouts.Olmo3Layout,
         transformers.Olmo3Config(
             **SHAPE,
             sliding_window=5,
@@ -78,6 +80,28 @@ FAMILIES = {
                 "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
             },
         ),
+    ),
+    "exaone4": (
+        output_norm_layouts.Exaone4Layout,
+        transformers.Exaone4Config(**SHAPE, head_dim=16, sliding_window=5, sliding_window_pattern=3),
+    ),
+    "exaone4 without windows": (
+        output_norm_layouts.Exaone4Layout,
+        transformers.Exaone4Config(**SHAPE, sliding_window=None, layer_types=["full_attention"] * 3),
+    ),
+    "ministral": (
+        weight_layouts.MinistralLayout,
+        transformers.MinistralConfig(
+            **SHAPE,
+            head_dim=16,
+            sliding_window=5,
+            layer_types=["full_attention", "sliding_attention", "sliding_attention"],
+        ),
+    ),
+    "arcee": (weight_layouts.ArceeLayout, transformers.ArceeConfig(**SHAPE, mlp_bias=True, attention_bias=True)),
+    "seed_oss": (
+        weight_layouts.SeedOssLayout,
+        transformers.SeedOssConfig(**SHAPE, head_dim=16, mlp_bias=True, attention_dropout=0.0, residual_dropout=0.0),
     ),
     "smollm3": (
         weight_layouts.SmolLM3Layout,
@@ -113,6 +137,7 @@ FAMILIES = {
             **SHAPE, original_max_position_embeddings=6, rope_parameters=LONG_ROPE, tie_word_embeddings=True
         ),
     ),
+    "gemma1": (gemma_layouts.Gemma1Layout, transformers.GemmaConfig(**SHAPE, head_dim=16, attention_bias=True)),
     "gemma2": (
         gemma_layouts.Gemma2Layout,
         transformers.Gemma2Config(**SHAPE, **GEMMA, attn_logit_softcapping=2.0, final_logit_softcapping=3.0),
@@ -129,6 +154,11 @@ FAMILIES = {
             },
         ),
     ),
+    "starcoder2": (
+        layer_norm_layouts.Starcoder2Layout,
+        transformers.Starcoder2Config(**SHAPE, sliding_window=5),
+    ),
+    "stablelm": (layer_norm_layouts.StableLmLayout, transformers.StableLmConfig(**SHAPE, use_qkv_bias=True)),
     "gpt2": (
         gpt_layouts.GPT2Layout,
         transformers.GPT2Config(
@@ -387,7 +417,7 @@ STRETCHED = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddin
 
 
 def test_a_file_of_olmo3_that_transformers_4_wrote_is_read_as_transformers_reads_it(mlp):
-    layout, name = weight_layouts.Olmo3Layout(None), {"architectures": ["Olmo3ForCausalLM"]}
+    layout, name = output_norm_layouts.Olmo3Layout(None), {"architectures": ["Olmo3ForCausalLM"]}
     old = {**SHAPE, "rope_scaling": STRETCHED, "rope_theta": 5e5, "sliding_window": 5, "num_hidden_layers": 4}
 
     table = layout.model_table(old | name)
@@ -399,7 +429,7 @@ def test_a_file_of_olmo3_that_transformers_4_wrote_is_read_as_transformers_reads
 
 
 def test_a_file_of_olmo3_that_stretches_nothing_is_read(mlp):
-    layout, name = weight_layouts.Olmo3Layout(None), {"architectures": ["Olmo3ForCausalLM"]}
+    layout, name = output_norm_layouts.Olmo3Layout(None), {"architectures": ["Olmo3ForCausalLM"]}
     config = configured(layout.model_table({**SHAPE, "sliding_window": 5, "num_hidden_layers": 4} | name), mlp)
     assert [config.layer(number).window for number in range(4)] == [5, 5, 5, 0]
     assert not any(config.layer(number).rope_stretched for number in range(4))
@@ -414,7 +444,7 @@ def test_a_file_of_olmo3_that_stretches_nothing_is_read(mlp):
 )
 def test_rotary_positions_that_olmo3_does_not_have_are_refused(rope, message):
     with pytest.raises(ConfigError, match=message):
-        weight_layouts.Olmo3Layout(None).model_table(
+        output_norm_layouts.Olmo3Layout(None).model_table(
             {**SHAPE, "architectures": ["Olmo3ForCausalLM"], "rope_parameters": rope}
         )
 
@@ -426,3 +456,43 @@ def test_a_model_that_stretches_some_layers_has_no_form_of_a_family_that_stretch
     layout.config_json(tiny_config(**tables), 50)
     with pytest.raises(ConfigError, match="has another attention_multiplier, rope_stretched"):
         layout.config_json(tiny_config(**tables, layers=(LayerConfig(at=1, rope_stretched=False),)), 50)
+
+
+@pytest.mark.parametrize(
+    ("layout", "keys", "message"),
+    [
+        (output_norm_layouts.Exaone4Layout, {"sliding_window_pattern": "LLLG"}, "sliding_window_pattern = 'LLLG'"),
+        (layer_norm_layouts.StableLmLayout, {"qk_layernorm": True}, "qk_layernorm = True is not supported; False is"),
+        (layer_norm_layouts.StableLmLayout, {"use_parallel_residual": True}, "use_parallel_residual = True"),
+        (layer_norm_layouts.StableLmLayout, {"hidden_dropout": 0.1}, "hidden_dropout = 0.1 is not supported; 0.0 is"),
+        (
+            weight_layouts.SeedOssLayout,
+            {"attention_bias": False, "attention_out_bias": True},
+            "attention_out_bias alone is not supported",
+        ),
+    ],
+)
+def test_what_a_family_may_have_and_ours_has_not_is_refused(layout, keys, message):
+    layout(None).model_table(SHAPE)
+    with pytest.raises(ConfigError, match=message):
+        layout(None).model_table(SHAPE | keys)
+
+
+@pytest.mark.parametrize(
+    ("keys", "activation"),
+    [
+        ({}, "gelu_tanh"),
+        ({"hidden_act": "gelu"}, "gelu_tanh"),
+        ({"hidden_act": "gelu", "hidden_activation": "gelu"}, "gelu"),
+        ({"hidden_act": "silu"}, None),
+    ],
+)
+def test_gelu_of_early_files_of_gemma1_is_the_approximation(keys, activation):
+    table = gemma_layouts.Gemma1Layout(None).model_table(SHAPE | keys)
+    assert table["feed_forward"].get("activation") == activation
+
+
+def test_a_model_with_one_window_is_a_mistral_and_a_ministral_if_asked_for(tiny_config):
+    catalog, config = discover(), tiny_config(window=5)
+    assert layout_of_model(config, 50, catalog)[1]["architectures"] == ["MistralForCausalLM"]
+    assert layout_of_model(config, 50, catalog, "MinistralForCausalLM")[1]["layer_types"] == ["sliding_attention"] * 2

@@ -58,6 +58,27 @@ MODELS = {
         **SHAPE, use_sliding_window=True, sliding_window=5, max_window_layers=1
     ),
     "olmo2": lambda: transformers.Olmo2Config(**SHAPE),
+    "olmo3": lambda: transformers.Olmo3Config(
+        **SHAPE,
+        sliding_window=5,
+        layer_types=["sliding_attention", "full_attention"],
+        rope_parameters={
+            "full_attention": {
+                "rope_type": "yarn",
+                "rope_theta": 500.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 16,
+            },
+            "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+        },
+    ),
+    "exaone4": lambda: transformers.Exaone4Config(**SHAPE, sliding_window=5, sliding_window_pattern=2),
+    "ministral": lambda: transformers.MinistralConfig(**SHAPE, sliding_window=5, head_dim=16),
+    "arcee": lambda: transformers.ArceeConfig(**SHAPE),
+    "seed_oss": lambda: transformers.SeedOssConfig(**SHAPE, head_dim=16),
+    "gemma1": lambda: transformers.GemmaConfig(**SHAPE, head_dim=16),
+    "starcoder2": lambda: transformers.Starcoder2Config(**SHAPE, sliding_window=5),
+    "stablelm": lambda: transformers.StableLmConfig(**SHAPE, use_qkv_bias=True),
     "smollm3": lambda: transformers.SmolLM3Config(**SHAPE, no_rope_layer_interval=2, pad_token_id=0),
     "granite": lambda: transformers.GraniteConfig(
         **SHAPE, embedding_multiplier=3.0, logits_scaling=4.0, residual_multiplier=0.5, attention_multiplier=0.2
@@ -465,7 +486,7 @@ def test_a_model_that_has_no_form_there_is_refused_with_the_reason(tmp_path, cap
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.txt").write_text("abc " * 200)
     (tmp_path / "job.toml").write_text(
-        '[model]\nname = "transformer"\ndim = 16\nn_layers = 1\nn_heads = 2\nnorm = "layernorm"\n'
+        '[model]\nname = "transformer"\ndim = 16\nn_layers = 1\nn_heads = 2\nnorm = "layernorm"\nnorm_placement = "both"\n'
         '[data]\nname = "text_files"\npath = "a.txt"\ntokenizer = "bytes"\n'
         "[train]\nsteps = 1\nseq_len = 16\nprecision = 'fp32'\n"
         '[optimizer]\nname = "adamw"\nlr = 1e-3\n[run]\nname = "r"\ndevice = "cpu"\n'

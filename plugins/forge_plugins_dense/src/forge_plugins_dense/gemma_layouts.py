@@ -1,4 +1,4 @@
-"""The weight layouts of Gemma 2 and 3, for forge-plugins-hf."""
+"""The weight layouts of Gemma 1, 2 and 3, for forge-plugins-hf."""
 
 from __future__ import annotations
 
@@ -21,8 +21,30 @@ _OF_IMAGES = (
 """Keys beside ``text_config`` that say nothing of text."""
 
 
+class Gemma1Layout(RelativeLayout):
+    """Gemma 1: zero-centred norms at inputs, GeGLU, embeddings times √dim."""
+
+    architectures = ("GemmaForCausalLM",)
+    model_type = "gemma"
+    defaults: ClassVar[Mapping[str, Any]] = {
+        "num_key_value_heads": 16,
+        "head_dim": 256,
+        "hidden_activation": None,
+        "hidden_act": "gelu_pytorch_tanh",
+        "tie_word_embeddings": True,
+    }
+
+    def read(self, hf: Mapping[str, Any]) -> Table:
+        new, old = hf["hidden_activation"], hf["hidden_act"]
+        activation = new or ("gelu_pytorch_tanh" if old == "gelu" else old)  # early files say one and mean the other
+        return super().read(ChainMap({"hidden_act": activation}, cast("Table", hf))) | {
+            "norm": "zero_centered_rmsnorm",
+            "embed_multiplier": math.sqrt(hf["hidden_size"]),
+        }
+
+
 class GemmaLayout(RelativeLayout):
-    """What both have: zero-centred norms at inputs and outputs, GeGLU, embeddings times √dim."""
+    """What Gemma 2 and 3 have: zero-centred norms at inputs and outputs, GeGLU, embeddings times √dim."""
 
     inside: ClassVar[Mapping[str, str]] = {
         **DecoderLayout.inside,

@@ -116,6 +116,70 @@ class MistralLayout(RelativeLayout):
         return super().write(config, vocab_size) | {"sliding_window": config.window or None}
 
 
+class MinistralLayout(RelativeLayout):
+    """Ministral 8B: a sliding window in most layers."""
+
+    architectures = ("MinistralForCausalLM",)
+    model_type = "ministral"
+    order = WeightLayout.order + 1  # with one window, the model is a Mistral
+    defaults: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 8, "sliding_window": 4096}
+
+    def read(self, hf: Mapping[str, Any]) -> Table:
+        return super().read(hf) | tables_of_windows(windows_from_hf(hf, lambda _: True))
+
+    def write(self, config: TransformerConfig, vocab_size: int) -> Table:
+        return super().write(config, vocab_size) | windows_to_hf(config)
+
+
+class ArceeLayout(RelativeLayout):
+    """Arcee's AFM: Llama with a feed-forward layer of two matrices and ReLU²."""
+
+    architectures = ("ArceeForCausalLM",)
+    model_type = "arcee"
+    defaults: ClassVar[Mapping[str, Any]] = {"hidden_act": "relu2", "rms_norm_eps": 1e-5}
+
+    def read(self, hf: Mapping[str, Any]) -> Table:
+        table = super().read(hf)
+        return table | {"feed_forward": table["feed_forward"] | {"gated": False}}
+
+    def write(self, config: TransformerConfig, vocab_size: int) -> Table:
+        return super().write(config, vocab_size) | {"mlp_bias": config.feed_forward.config.bias}
+
+
+class SeedOssLayout(RelativeLayout):
+    """Seed-OSS: biases of queries, keys and values, and dropout."""
+
+    architectures = ("SeedOssForCausalLM",)
+    model_type = "seed_oss"
+    dropouts: ClassVar[Mapping[str, str]] = {**RelativeLayout.dropouts, "residual_dropout": "residual_dropout"}
+    defaults: ClassVar[Mapping[str, Any]] = {
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "attention_bias": True,
+        "attention_out_bias": False,
+        "attention_dropout": 0.1,
+        "residual_dropout": 0.1,
+    }
+
+    def read(self, hf: Mapping[str, Any]) -> Table:
+        biases = bool(hf["attention_bias"]), bool(hf["attention_out_bias"])
+        if biases not in _SEED_BIASES:
+            raise ConfigError("SeedOssForCausalLM with attention_out_bias alone is not supported")
+        return super().read(hf) | {"attention_bias": _SEED_BIASES[biases]}
+
+    def write(self, config: TransformerConfig, vocab_size: int) -> Table:
+        inputs, output = next(both for both, name in _SEED_BIASES.items() if name == config.attention_bias)
+        return super().write(config, vocab_size) | {
+            "attention_bias": inputs,
+            "attention_out_bias": output,
+            "mlp_bias": config.feed_forward.config.bias,
+        }
+
+
+_SEED_BIASES = {(False, False): "none", (True, False): "qkv", (True, True): "all"}
+"""``attention_bias`` and ``attention_out_bias``, and our word for both."""
+
+
 class Qwen2Layout(RelativeLayout):
     """Qwen 2 and 2.5: biases of queries, keys and values; sliding windows in the layers from ``max_window_layers`` on,
     if asked for."""
@@ -136,85 +200,6 @@ class Qwen2Layout(RelativeLayout):
 
     def write(self, config: TransformerConfig, vocab_size: int) -> Table:
         return super().write(config, vocab_size) | used_windows_to_hf(config)
-
-
-class Olmo2Layout(RelativeLayout):
-    """OLMo 2: norms at the output of attention and of the feed-forward layer, and of all heads together."""
-
-    architectures = ("Olmo2ForCausalLM",)
-    model_type = "olmo2"
-    defaults: ClassVar[Mapping[str, Any]] = {"rms_norm_eps": 1e-5}
-    inside: ClassVar[Mapping[str, str]] = {
-        **DecoderLayout.inside,
-        "attention_output_norm": "post_attention_layernorm",
-        "feed_forward_output_norm": "post_feedforward_layernorm",
-    }
-
-    def read(self, hf: Mapping[str, Any]) -> Table:
-        return super().read(hf) | {"norm_placement": "output", "qk_norm": True, "qk_norm_over": "all"}
-
-
-class Olmo3Layout(Olmo2Layout):
-    """OLMo 3: three layers with a sliding window to one without, whose rotary frequencies alone are stretched."""
-
-    architectures = ("Olmo3ForCausalLM",)
-    model_type = "olmo3"
-    defaults: ClassVar[Mapping[str, Any]] = {
-        **Olmo2Layout.defaults,
-        "sliding_window": 4096,
-        "rope_theta": 500_000.0,
-    }
-
-    def read(self, hf: Mapping[str, Any]) -> Table:
-        windows = windows_from_hf(hf, lambda number: (number + 1) % 4 != 0)
-        full, local = self._rope_of_kinds(hf)
-        table = super().read(ChainMap({"rope_parameters": full}, cast("dict[str, Any]", hf)))
-        each = [
-            {
-                "window": window,
-                "rope_theta": float((local if window else full)["rope_theta"]),
-                "rope_factor": 1.0 if window else table.get("rope_factor", 1.0),
-                "rope_stretched": window == 0,
-            }
-            for window in windows
-        ]
-        usual, layers = tables_of_layers(each)
-        if not usual.pop("rope_stretched"):
-            layers.insert(0, {"at": ":", "rope_stretched": False})
-        if not any(key in table for key in ("rope_scaling", "yarn", "long_rope")):
-            layers = [one for one in layers if one.pop("rope_stretched", None) is None or len(one) > 1]
-        return table | {**usual, "layers": layers}
-
-    def write(self, config: TransformerConfig, vocab_size: int) -> Table:
-        table = super().write(config, vocab_size)
-        layers = [config.layer(number) for number in range(config.n_layers)]
-        full, local = (
-            next((layer.rope_theta for layer in layers if bool(layer.window) == slides), config.rope_theta)
-            for slides in (False, True)
-        )
-        kinds = {
-            "full_attention": table["rope_parameters"] | {"rope_theta": full},
-            "sliding_attention": {"rope_type": "default", "rope_theta": local},
-        }
-        return table | {**windows_to_hf(config), "rope_parameters": kinds, "rope_theta": full}
-
-    def _rope_of_kinds(self, hf: Mapping[str, Any]) -> tuple[Table, Table]:
-        """``rope_parameters`` of layers without a window and of those with one."""
-        scaling = hf.get("rope_scaling")  # as transformers 4 writes what layers without a window have
-        kinds = hf.get("rope_parameters") or {"full_attention": scaling}
-        known = ("full_attention", "sliding_attention")
-        for kind in kinds:
-            if kind not in known:
-                raise ConfigError(
-                    f"Olmo3ForCausalLM with rope_parameters of {kind!r} is not supported; {' and '.join(known)} are"
-                )
-        full, local = ({"rope_theta": hf["rope_theta"], **(kinds.get(kind) or {})} for kind in known)
-        if local.get("rope_type", "default") != "default":
-            raise ConfigError(
-                f'Olmo3ForCausalLM with rope_type = "{local["rope_type"]}" of sliding_attention is not supported; '
-                'only "default" is'
-            )
-        return full, local
 
 
 class SmolLM3Layout(RelativeLayout):
