@@ -97,8 +97,10 @@ _KEY = "parallel.passes.expert_parallel"
 
 def stacks_of(model: Any) -> list[str]:
     """The modules to which the model's plan gives the role ``expert``."""
-    patterns = [pattern for pattern, role in model.parallel_plan().items() if role == "expert"]
-    return [name for name, _ in model.named_modules() if any(fits(name, pattern) for pattern in patterns)]
+    patterns = {pattern for pattern, role in model.parallel_plan().items() if role == "expert"}
+    open_ones = [pattern for pattern in patterns if "*" in pattern]
+    names = [name for name, _ in model.named_modules()]
+    return [name for name in names if name in patterns or any(fits(name, pattern) for pattern in open_ones)]
 
 
 def _cut(parameter: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
