@@ -486,7 +486,8 @@ def test_a_model_that_has_no_form_there_is_refused_with_the_reason(tmp_path, cap
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.txt").write_text("abc " * 200)
     (tmp_path / "job.toml").write_text(
-        '[model]\nname = "transformer"\ndim = 16\nn_layers = 1\nn_heads = 2\nnorm = "layernorm"\nnorm_placement = "both"\n'
+        '[model]\nname = "transformer"\ndim = 16\nn_layers = 1\nn_heads = 2\n'
+        'norm = "layernorm"\nnorm_placement = "both"\n'
         '[data]\nname = "text_files"\npath = "a.txt"\ntokenizer = "bytes"\n'
         "[train]\nsteps = 1\nseq_len = 16\nprecision = 'fp32'\n"
         '[optimizer]\nname = "adamw"\nlr = 1e-3\n[run]\nname = "r"\ndevice = "cpu"\n'
