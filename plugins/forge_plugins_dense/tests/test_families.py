@@ -492,6 +492,27 @@ def test_gelu_of_early_files_of_gemma1_is_the_approximation(keys, activation):
     assert table["feed_forward"].get("activation") == activation
 
 
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        {"yarn": YarnScaling(factor=4.0, original_max_seq_len=16)},
+        {"rope_scaling": Llama3Scaling(original_max_seq_len=16)},
+        {"long_rope": LongRope(short_factor=(1.0,) * 4, long_factor=(2.0,) * 4, original_max_seq_len=16)},
+        {"rope_factor": 2.0},
+    ],
+    ids=lambda scaling: next(iter(scaling)),
+)
+@pytest.mark.parametrize("sinks", [False, True])
+def test_every_layout_has_a_form_of_stretched_frequencies_or_says_why_not(scaling, sinks, tiny_config):
+    config, catalog = tiny_config(attention_bias="qkv", attention_sinks=sinks, **scaling), discover()
+    if not sinks:
+        assert layout_of_model(config, 50, catalog)[1]["architectures"] == ["Qwen2ForCausalLM"]
+        return
+    with pytest.raises(ConfigError, match="no form in Hugging Face's format") as raised:
+        layout_of_model(config, 50, catalog)
+    assert raised.value.args[0].count("\n") == len([*catalog.components("weight_layout")])
+
+
 def test_a_model_with_one_window_is_a_mistral_and_a_ministral_if_asked_for(tiny_config):
     catalog, config = discover(), tiny_config(window=5)
     assert layout_of_model(config, 50, catalog)[1]["architectures"] == ["MistralForCausalLM"]

@@ -297,6 +297,8 @@ class Phi3Layout(RelativeLayout):
         return super().read(hf) | {"window": window if window < hf["max_position_embeddings"] else 0}
 
     def write(self, config: TransformerConfig, vocab_size: int) -> Table:
+        if config.yarn is not None:  # their word for long_rope
+            raise ConfigError("Phi3ForCausalLM has another yarn")
         table = super().write(config, vocab_size) | {
             "sliding_window": config.window or None,
             "original_max_position_embeddings": config.max_seq_len,
