@@ -66,7 +66,7 @@ def measure(rank: int, folder: Path, memory: Path, width: int, rounds: int) -> N
 
     store = CheckpointStore(folder / "checkpoints")
     saver = Saver(store, torch.device("cpu"), background=True, timeout=600, may_commit=lambda: None)
-    history = [History.new(folder / "run").going_on_from(-1)]
+    history = [History.new(folder / "run").going_on_from(-1, "benchmark")]
     dist.broadcast_object_list(history, src=0)
     node = NodeFolder("$BENCHMARK_NODE", history[0].folder)
     nodes = find_nodes(node)
