@@ -4,7 +4,7 @@
 
 A small job under ``forge run --nproc``, on this machine. A rank is killed; a rank is stopped, as one is whose machine
 no longer answers; the launcher is killed; a second process wants to train in the same folder. Linux only, as ``/proc``
-is looked at. Exits with 1 if anything took longer than it may.
+is looked at. What took longer than it may is marked, as a machine that does other work takes longer.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ interval = 1
 """
 
 
-def main() -> int:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--ranks", type=int, default=2)
@@ -73,7 +73,6 @@ def main() -> int:
         "the launcher is killed": (launcher_killed, {"ranks gone": 2.0}),
         "a second trainer": (second_trainer, {"refused": 5.0}),
     }
-    slow = False
     for name, (case, allowed) in cases.items():
         seen: dict[str, list[float]] = {}
         for _ in range(options.repeats):
@@ -81,10 +80,9 @@ def main() -> int:
                 for what, seconds in case(job).items():
                     seen.setdefault(what, []).append(seconds)
         for what, all_seconds in seen.items():
-            slow |= max(all_seconds) > allowed[what]
+            mark = "  above" if max(all_seconds) > allowed[what] else ""
             figures = ", ".join(f"{seconds:.2f}" for seconds in all_seconds)
-            print(f"{name:24} {what:12} {figures} s (allowed: {allowed[what]:g})", flush=True)
-    return int(slow)
+            print(f"{name:24} {what:12} {figures} s (allowed: {allowed[what]:g}){mark}", flush=True)
 
 
 class Job:
@@ -203,4 +201,4 @@ def _read(process: int, what: str) -> bytes:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -56,6 +56,7 @@ OF_WHOLE_PROCESSES = (
     "convert",
     "store",
     "look_into_demo",
+    "lost_peers",
 )
 """They start processes or fork ranks themselves."""
 ELSEWHERE = {
