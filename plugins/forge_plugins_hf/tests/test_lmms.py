@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 
 pytest.importorskip("lmms_eval", reason="pip install 'forge-plugins-hf[lmms_eval]'")
 
@@ -20,6 +21,7 @@ from forge_core.train.build import build_on_meta, materialise
 from forge_plugins_vlm.config import image_sources
 from forge_plugins_vlm.data.prompts import PromptReader
 from forge_plugins_vlm.data.references import PictureFile
+from forge_plugins_vlm.images.square import Square
 from forge_plugins_vlm.sampling import entries_of_prompts
 
 JOB = """
@@ -85,6 +87,20 @@ metric_list:
     aggregation: mean
     higher_is_better: true
 """
+TARGETS = """
+def target(doc):
+    return doc["answer"]
+
+def results(doc, found):
+    return {"loss": found[0][0]}
+"""
+PERPLEXITY = """
+process_results: !function targets.results
+metric_list:
+  - metric: loss
+    aggregation: mean
+    higher_is_better: false
+"""
 N = 6
 
 
@@ -143,6 +159,43 @@ def test_choices_are_the_likeliest_by_token(folder, capsys):
     found = json.loads(said.out[said.out.index("{") :])
 
     assert found["eval/lmms_eval/choices/acc"] == pytest.approx(by_hand(folder))
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    """How often pictures were opened and preprocessed."""
+    counts = {"opened": 0, "preprocessed": 0}
+
+    def count(owner, name, what):
+        whole = getattr(owner, name)
+
+        def counting(*args, **kwargs):
+            counts[what] += 1
+            return whole(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, counting)
+
+    count(Image, "open", "opened")
+    count(Square, "__call__", "preprocessed")
+    return counts
+
+
+@pytest.mark.parametrize(("task", "times"), [("captions", 2), ("choices", 2), ("given", 3)])
+def test_each_image_is_decoded_and_preprocessed_once(folder, capsys, counted, monkeypatch, task, times):
+    if task == "given":
+        (folder / "targets.py").write_text(TARGETS)
+        write(folder, "given", "loglikelihood", "!function targets.target", PERPLEXITY)
+    code, said = evaluated(folder, capsys, task)
+    assert code == 0, said.err
+    once = said.out[said.out.index("{") :]
+    assert counted == {"opened": N, "preprocessed": N}
+
+    monkeypatch.setattr("forge_plugins_hf.lmms_pictures.MOST_KEPT", 0)
+    counted.update(opened=0, preprocessed=0)
+    code, said = evaluated(folder, capsys, task)
+    assert code == 0, said.err
+    assert said.out[said.out.index("{") :] == once
+    assert counted == {"opened": times * N, "preprocessed": times * N}
 
 
 def by_hand(folder):

@@ -40,8 +40,8 @@ class Lmms(Evaluation):
         if context.looks_ahead():
             context.log("lmms_eval: the model looks ahead, so that it cannot be asked; nothing is measured")
             return {}
-        model = ImagesInLayout(context, reader_of(context.job, self._tokenizer), self._config)
-        model.task_dict = {name: task.dataset for name, task in _leaves(self._tasks)}
+        data = {name: task.dataset for name, task in _leaves(self._tasks)}
+        model = ImagesInLayout(context, reader_of(context.job, self._tokenizer), self._config, data)
         model.accelerator = SimpleNamespace()  # else one of ``accelerate`` is made, which is for several processes
         with _one_process():
             results = evaluate(

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lmms_eval.api.instance import GenerationResult  # type: ignore[import-not-found]
 from lmms_eval.api.model import lmms  # type: ignore[import-not-found]  # it is an extra
-from PIL import Image
 
 from forge_core.contracts.evaluation import EvaluationContext
 from forge_core.errors import ConfigError
 from forge_plugins_hf.continuations import score_continuations
 from forge_plugins_hf.lmms_config import LmmsConfig
+from forge_plugins_hf.lmms_pictures import PictureReader, Pictures
+from forge_plugins_vlm.data.document import Document
 from forge_plugins_vlm.data.prompts import Prompt, PromptReader
-from forge_plugins_vlm.data.references import DecodedPicture, Reference
 from forge_plugins_vlm.sampling import entries_of_prompts, say
 
 _CHANGES_NOTHING = ("max_new_tokens", "until", "num_beams", "top_p", "top_k")
@@ -26,9 +25,11 @@ _CHANGES_NOTHING = ("max_new_tokens", "until", "num_beams", "top_p", "top_k")
 class ImagesInLayout(lmms):  # type: ignore[misc]  # it has no types
     """Answers on all ranks together: each asks the same, and what it asks is dealt to the data-parallel ranks."""
 
-    def __init__(self, context: EvaluationContext, reader: PromptReader, config: LmmsConfig) -> None:
+    def __init__(
+        self, context: EvaluationContext, reader: PromptReader, config: LmmsConfig, data: Mapping[str, Any]
+    ) -> None:
         super().__init__()
-        self._context, self._reader = context, reader
+        self._context, self._reader, self._pictures = context, reader, PictureReader(reader, data)
         self._max_new_tokens, self._cuts = config.max_new_tokens, config.too_long == "cut"
         job = context.job
         self._longest = getattr(job.model.config, "max_seq_len", None) or job.train.seq_len
@@ -88,9 +89,10 @@ class ImagesInLayout(lmms):  # type: ignore[misc]  # it has no types
         if len(args) < 6:
             raise ConfigError("lmms_eval: acc_mutual_info asks without an image, which is not done here")
         text, target, *rest = args
-        _, document, task, split = rest
+        visual, document, task, split = rest
         if callable(target):
-            target = target(self.task_dict[task][split][document])
+            self._pictures(visual, document, task, split)  # of the same row, which is not kept
+            target = target(self._pictures.row(document, task, split))
         if not (ids := [int(one) for one in self._reader.tokenizer.encode(str(target))]):
             raise ConfigError(f"lmms_eval: question {document} of {task} has an empty continuation")
         return text, rest, ids
@@ -114,63 +116,32 @@ class ImagesInLayout(lmms):  # type: ignore[misc]  # it has no types
 
     def _too_long(self, text: str, rest: Sequence[Any], room: int) -> str:
         """A sentence about a question that is; nothing about another."""
-        where, pictures = self._pictures(rest)
-        if (length := self._length(text, pictures, where)) + room <= self._longest:
+        pictures = self._pictures(*rest)
+        if (length := self._length(text, pictures)) + room <= self._longest:
             return ""
-        sentence = f"{where} has {length} tokens, and an answer {room}; the model takes {self._longest}"
-        if self._cuts and self._length(" ", pictures, where) + room > self._longest:
-            raise ConfigError(f"lmms_eval: {sentence}; its {len(pictures)} images alone are too long")
+        sentence = f"{pictures.where} has {length} tokens, and an answer {room}; the model takes {self._longest}"
+        if self._cuts and self._length(" ", pictures) + room > self._longest:
+            raise ConfigError(f"lmms_eval: {sentence}; its {len(pictures.tiles)} images alone are too long")
         return sentence
 
     def _prompt(self, text: str, rest: Sequence[Any], room: int) -> Prompt:
         """A question with its images before it, cut to leave room for an answer."""
-        where, pictures = self._pictures(rest)
+        pictures = self._pictures(*rest)
         left_out, most = 0, len(text)
-        if self._length(text, pictures, where) + room > self._longest:
+        if self._length(text, pictures) + room > self._longest:
             while left_out < most:  # the fewest characters without which it fits
                 middle = (left_out + most) // 2
-                fits = self._length(text[middle:] or " ", pictures, where) + room <= self._longest
+                fits = self._length(text[middle:] or " ", pictures) + room <= self._longest
                 left_out, most = (left_out, middle) if fits else (middle + 1, most)
-        return self._reader(self._reader.asked(text[left_out:], len(pictures)), pictures, f"lmms_eval: {where}")
+        return Prompt(*self._asked(text[left_out:], pictures), pictures.tiles)
 
-    def _length(self, text: str, pictures: Sequence[Reference], where: str) -> int:
-        asked = self._reader.asked(text, len(pictures))
-        return len(self._reader.document(asked, pictures, f"lmms_eval: {where}").tokens)
+    def _length(self, text: str, pictures: Pictures) -> int:
+        return len(self._asked(text, pictures)[1].tokens)
 
-    def _pictures(self, rest: Sequence[Any]) -> tuple[str, Sequence[Reference]]:
-        """What a question is called in messages, and its images; those of a video are its frames.
-
-        Args:
-            rest: what gives its images, its number, its task and its split.
-
-        Raises:
-            ConfigError: it has something else.
-        """
-        visual, document, task, split = rest
-        where = f"question {document} of {task}"
-        visuals = visual(self.task_dict[task][split][document]) if callable(visual) else []
-        pictures: list[Reference] = []
-        for one in _flat(visuals or ()):
-            if isinstance(one, Image.Image):
-                pictures.append(DecodedPicture(one, f"image {len(pictures) + 1} of {where}"))
-            elif isinstance(one, str | Path):
-                if not Path(one).exists():
-                    raise ConfigError(f"lmms_eval: {where} has the video {str(one)!r}, and there is no such file")
-                pictures += self._reader.frames(Path(one), f"lmms_eval: {where}")
-            else:
-                raise ConfigError(
-                    f"lmms_eval: {where} has a {type(one).__name__} where an image or the path of a video should be"
-                )
-        return where, pictures
-
-
-def _flat(visuals: Sequence[Any]) -> Iterator[Any]:
-    """Images and videos, those of arrays within one by one."""
-    for one in visuals:
-        if isinstance(one, list | tuple):
-            yield from _flat(one)
-        elif one is not None:
-            yield one
+    def _asked(self, text: str, pictures: Pictures) -> tuple[str, Document]:
+        """A question behind its images, as text and as tokens."""
+        asked = self._reader.asked(text, len(pictures.tiles))
+        return asked, self._reader.document(asked, pictures.references, f"lmms_eval: {pictures.where}")
 
 
 def refuse_settings(task: str, settings: Mapping[str, Any]) -> None:
