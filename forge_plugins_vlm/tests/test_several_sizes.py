@@ -119,6 +119,56 @@ def test_tokens_of_all_encoders_and_connectors_that_take_both_sizes_are_those_of
         assert (found[number, len(alone) :] == 0).all()
 
 
+def calls_of_encoder(tower):
+    """The tiles of each call from here on."""
+    calls = []
+    tower.encoder.register_forward_pre_hook(lambda _, inputs: calls.append(tuple(inputs[0].shape)))
+    return calls
+
+
+@torch.no_grad()
+def test_rows_of_several_sizes_cost_one_call_of_the_encoder_for_each_size(make_model):
+    model = make_model(**KEYS).eval()
+    rows = [row(size, model, places=True, seed=seed) for seed, size in enumerate((LARGE, SMALL, LARGE, SMALL, LARGE))]
+    calls = calls_of_encoder(model.vision)
+
+    found = model(**together(rows))
+
+    assert calls == [(10, 3, *SMALL), (10, 3, *LARGE)]
+    alone = [model(**one) for one in rows]
+    assert len(calls) == 2 + len(rows)
+    torch.testing.assert_close(found, torch.cat(alone), rtol=1e-6, atol=1e-6)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("encoder", ENCODERS)
+def test_rows_with_different_numbers_of_tiles_cost_one_call_of_the_encoder(make_model, encoder):
+    """As of ``anyres`` and ``tiles``; padded ones, as of ``naflex``, where the encoder takes them."""
+    if encoder == "siglip2_naflex":
+        pytest.importorskip("transformers")
+    tower: VisionTower = make_model(encoder=ENCODERS[encoder], freeze_encoder=True).vision.eval()
+    numbers, size = (1, 5, 3), (32, 32)
+    rng = torch.Generator().manual_seed(0)
+    pixels = torch.zeros(3, 5, 3, *size, dtype=torch.uint8)
+    sizes = torch.zeros(3, 5, 2, dtype=torch.int64)
+    for number, n_tiles in enumerate(numbers):
+        for tile in range(n_tiles):
+            high, wide = (8 * (1 + (number + tile) % 4), 32) if encoder == "siglip2_naflex" else size
+            pixels[number, tile, :, :high, :wide] = torch.randint(0, 256, (3, high, wide), generator=rng)
+            sizes[number, tile] = torch.tensor((high, wide))
+    own = {"tile_sizes": sizes} if encoder == "siglip2_naflex" else {}
+    calls = calls_of_encoder(tower)
+
+    found = tower(pixels, **own)
+
+    assert calls == [(15, 3, *size)]
+    each = found.shape[1] // 5
+    for number, n_tiles in enumerate(numbers):
+        here = {name: one[number : number + 1, :n_tiles] for name, one in own.items()}
+        alone = tower(pixels[number : number + 1, :n_tiles], **here)
+        torch.testing.assert_close(found[number : number + 1, : n_tiles * each], alone, rtol=1e-6, atol=1e-6)
+
+
 def test_gradients_of_a_batch_are_the_sum_of_those_of_its_rows(make_model):
     model = make_model(**KEYS)
     rows = [row(size, model, places=True, seed=seed) for seed, size in enumerate((LARGE, SMALL))]
