@@ -23,6 +23,27 @@ def test_going_back_to_a_checkpoint_is_refused_at_validation(job):
     assert "set anomalies.give_up_after = 0" in said
 
 
+STREAMS = {
+    "huggingface": '{name="huggingface_streaming", path="json", data_files="a.jsonl", streams=2}',
+    "image_text": '{name="image_text_streaming", dataset={path="json", data_files="a.jsonl", split="train"}, '
+    'format="turns", token_grid=[1, 1], processor={name="square", size=8}, streams=2}',
+}
+
+
+@pytest.mark.parametrize("indexed", STREAMS)
+@pytest.mark.parametrize("command", [["validate"], ["replicas", "--replicas", "2"]], ids=["validate", "replicas"])
+@pytest.mark.parametrize("is_mixed", [False, True], ids=["alone", "mixed"])
+def test_streams_are_refused_at_validation(job, indexed, command, is_mixed):
+    streams = STREAMS[indexed]
+    mixture = f'{{name="mixture", sources=[{{name="own", weight=1.0, source={streams}}}]}}'
+    code, said = job.run(command[0], *command[1:], f"data={mixture if is_mixed else streams}")
+
+    assert code == 2
+    assert f"callbacks[0]: replicas cannot share the streams of {indexed}_streaming: one that comes back" in said
+    assert f"such as {indexed}\n" in said
+    assert not (job.folder / "runs").exists()
+
+
 def test_a_job_that_does_not_name_the_callback_is_told_what_to_add(job):
     code, said = job.run("replicas", "--replicas", "2", "callbacks=[]")
 

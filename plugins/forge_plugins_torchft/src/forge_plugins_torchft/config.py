@@ -46,7 +46,27 @@ class TorchftConfig:
                 "anomalies.give_up_after = 0, with which the run ends (exit code 4) where it would go back"
             )
             yield "", sentence
+        if streamed := next(_streamed(job), None):
+            sentence = (
+                f"replicas cannot share the streams of {streamed}: one that comes back, or takes over the samples of "
+                "another, has no state from which to read them; use data that can be read at any place, such as "
+                f"{_INDEXED.get(streamed, 'token_files')}"
+            )
+            yield "", sentence
 
     @property
     def lighthouse_url(self) -> str | None:
         return self.lighthouse or os.environ.get(LIGHTHOUSE) or None
+
+
+_INDEXED = {"huggingface_streaming": "huggingface", "image_text_streaming": "image_text"}
+"""What reads the same data, by what reads it as streams."""
+
+
+def _streamed(job: Job) -> Iterator[str]:
+    """Names of sources that are read as streams, as far as their keys say; those of a mixture one by one. The rest is
+    refused when the data are open."""
+    sources = [one.source for one in getattr(job.data.config, "sources", ())]
+    for use in (job.data, *sources):
+        if getattr(use.config, "has_own_order", False) and getattr(use.config, "streams", 0):
+            yield use.name
