@@ -217,7 +217,8 @@ def test_several_images_of_a_tar_are_in_their_order(tmp_path, picture, open_sour
 def test_an_image_that_cannot_be_read_is_refused_by_name(processor, tmp_path, samples, open_source):
     (tmp_path / samples[0][0]).write_bytes(b"no picture")
 
-    with pytest.raises(ConfigError, match=r"line 1: the image .*00\.png cannot be read: .*set on_error = \"skip\""):
+    sentence = r"line 1: the image .*00\.png cannot be read: it is no picture of a known format; .*set on_error"
+    with pytest.raises(ConfigError, match=sentence):
         open_source(**messages(tmp_path, samples), processor={"name": processor, "size": 8}, seq_len=64)
 
 

@@ -7,7 +7,7 @@ import warnings
 from pathlib import Path
 
 import numpy as np
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, UnidentifiedImageError
 
 from forge_plugins_vlm.contracts.image_processor import ImageProcessorConfig
 from forge_plugins_vlm.contracts.vision_encoder import Grid
@@ -18,6 +18,7 @@ _TURNED = (5, 6, 7, 8)
 """Orientations of EXIF in which height and width change places."""
 _DAMAGE = (ValueError, TypeError, SyntaxError, EOFError, Image.DecompressionBombError)
 """PIL raises these beside OSError."""
+_UNKNOWN = "it is no picture of a known format"
 _WHITE = (255, 255, 255, 255)
 FILTERS = {
     "bicubic": Image.Resampling.BICUBIC,
@@ -46,6 +47,8 @@ def open_picture(content: bytes, at_least: Grid | None = None) -> Image.Image:
                 image.draft(None, (height, width) if orientation in _TURNED else (width, height))
             image.load()
             return ImageOps.exif_transpose(image) if orientation != 1 else image
+    except UnidentifiedImageError as error:  # of which the message shows an object of Python
+        raise OSError(_UNKNOWN) from error
     except _DAMAGE as error:
         raise OSError(str(error)) from error
 
@@ -68,6 +71,8 @@ def size_of(source: bytes | Path) -> Grid:
             with Image.open(source if isinstance(source, Path) else io.BytesIO(source)) as image:
                 width, height = image.size
                 return (width, height) if image.getexif().get(_ORIENTATION, 1) in _TURNED else (height, width)
+    except UnidentifiedImageError as error:  # of which the message shows an object of Python
+        raise OSError(_UNKNOWN) from error
     except _DAMAGE as error:
         raise OSError(str(error)) from error
 
