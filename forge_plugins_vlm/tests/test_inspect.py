@@ -99,6 +99,15 @@ def test_a_page_has_the_images_and_the_masked_text_of_its_step(job, tmp_path):
         assert np.array_equal(found, np.asarray(Image.open(tmp_path / f"{number}.png")))
 
 
+def test_a_page_is_called_by_its_job_and_step(job, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+
+    assert main(["vlm", "inspect", str(job), "--step", "2"]) == 0
+
+    assert f"{job.stem}_step_2.html: " in capsys.readouterr().out
+    assert read(tmp_path / f"{job.stem}_step_2.html").spans
+
+
 def test_what_data_say_is_text_on_the_page(job, tmp_path):
     main(["vlm", "inspect", str(job), "--out", str(tmp_path / "page.html")])
 

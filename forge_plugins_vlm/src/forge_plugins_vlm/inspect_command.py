@@ -20,11 +20,13 @@ if TYPE_CHECKING:
 @click.argument("config", type=click.Path(path_type=Path))
 @click.argument("overrides", nargs=-1, type=click.UNPROCESSED)
 @click.option("--step", default=1, show_default=True, type=click.IntRange(min=1), help="The step whose batch is shown.")
-@click.option("--out", required=True, type=click.Path(path_type=Path), help="The page, .html.")
+@click.option(
+    "--out", type=click.Path(path_type=Path), help="The page, .html; by default <CONFIG>_step_<N>.html in this folder."
+)
 @click.option("--world-size", default=1, show_default=True, type=click.IntRange(min=1), help="Ranks of the run.")
 @click.pass_obj
 def inspect(
-    invocation: Invocation, config: Path, overrides: tuple[str, ...], step: int, out: Path, world_size: int
+    invocation: Invocation, config: Path, overrides: tuple[str, ...], step: int, out: Path | None, world_size: int
 ) -> None:
     """Write the images and the text that a step of the job CONFIG, with OVERRIDES, will see as one page, which shows
     what is learned."""
@@ -32,6 +34,7 @@ def inspect(
     from forge_plugins_vlm.data.page import page_of
     from forge_plugins_vlm.data.source import ImageText
 
+    out = out or Path(f"{config.stem}_step_{step}.html")
     if out.suffix != ".html":
         raise ConfigError(f"--out {out}: must end with .html")
     job = job_on(world_size, config, overrides, invocation.catalog, options_of(inspect))
