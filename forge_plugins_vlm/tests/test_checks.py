@@ -163,6 +163,14 @@ def test_a_job_that_cannot_be_is_told_why(refused, name, overrides, sentence):
     assert sentence in refused(name, *overrides)
 
 
+def test_a_folder_of_an_encoder_that_is_not_there_is_told_once(refused):
+    pytest.importorskip("transformers")
+    said = refused("joint_decoder", 'model.encoder={name="siglip", path="nowhere"}')
+
+    assert "model.encoder.path: nowhere/config.json is not there" in said
+    assert said.count("is not there") == 1
+
+
 def test_a_layout_that_a_fusion_does_not_support_is_refused_with_the_reason(refused):
     said = refused("joint_decoder", "model.fusion.bidirectional=true", "parallel.cp=2", ranks=2)
     assert "parallel.cp = 2: a rank makes its own mask of the positions that it has, which is causal" in said

@@ -170,6 +170,14 @@ def test_a_damaged_file_names_the_frame_that_cannot_be_read(write, tmp_path):
         [*open_images(frames)]
 
 
+def test_a_file_that_is_no_video_is_refused_in_words(tmp_path):
+    (tmp_path / "a.mp4").write_bytes(b"nothing")
+    frames = frames_of(tmp_path / "a.mp4", {}, "here", config(rate=1.0, most=3))
+
+    with pytest.raises(UnreadableError, match=r"a.mp4 cannot be read: Invalid data found when processing input$"):
+        [*open_images(frames)]
+
+
 def test_a_file_without_timestamps_says_what_to_do(write, tmp_path, open_source):
     path = write("a.h264", "libx264", 12, 0)
     record = {"messages": [{"role": "user", "content": [{"type": "video", "video": str(path)}]},

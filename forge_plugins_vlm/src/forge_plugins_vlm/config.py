@@ -9,6 +9,7 @@ import attrs
 from attrs.validators import deep_iterable, ge, gt, optional
 
 from forge_core.api import ComponentRef, Slot
+from forge_core.errors import ConfigError
 from forge_plugins_dense.config import TransformerConfig
 from forge_plugins_vlm.contracts.vision_encoder import Grid
 
@@ -102,6 +103,8 @@ class VisionLanguageConfig(TransformerConfig):
             grid = self.connector.config.grid(self.encoder.config.grid(height, width))
         except ValueError as error:
             yield "encoder", f"{place}.processor gives tiles of {height} × {width} pixels: {error}"
+            return
+        except ConfigError:  # the encoder's files are not there, which its own check tells
             return
         (rows, columns), (said_rows, said_columns) = grid, source.token_grid
         if (said_rows, said_columns) != grid:

@@ -109,7 +109,7 @@ def decoded(path: Path, times: Sequence[int]) -> Iterator[tuple[int, Image.Image
         with av.open(str(path)) as container:  # it cannot be entered where it should be
             yield from _forward(container, times)
     except (av.FFmpegError, IndexError) as error:
-        raise OSError(str(error)) from error
+        raise OSError(_words(error)) from error
 
 
 @attrs.frozen
@@ -174,10 +174,15 @@ def _frames_of_file(video: Path, where: str, config: ImageTextConfig) -> Sequenc
             there = stream.frames or n_packets or round((last - first) * unit * rate) + 1
             shape = stream.codec_context.height, stream.codec_context.width
     except (av.FFmpegError, IndexError, OSError, ValueError) as error:
-        return [BrokenVideo(video, str(error))]
+        return [BrokenVideo(video, _words(error))]
     times = np.linspace(first, last, min(there, n_frames(there / rate, config)))
     between = 0.5 / (rate * unit)  # half of a frame: the nearest one is meant
     return [VideoFrame(video, math.floor(time + between), (time - first) * unit, shape) for time in times.tolist()]
+
+
+def _words(error: Exception) -> str:
+    """The reason, without the decoder's number for it."""
+    return getattr(error, "strerror", None) or str(error)
 
 
 def _span(container: Any) -> tuple[int, int, int | None]:
