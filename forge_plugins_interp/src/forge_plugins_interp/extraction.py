@@ -117,6 +117,11 @@ class _Extraction:
 
     def _take(self, placed: PlacedSite, value: torch.Tensor) -> None:
         made_whole = whole(value, placed.cuts)
+        if placed.site.dims[0] == "tile" and len(made_whole) != self.batch_size:
+            raise ConfigError(
+                f"site {placed.name}: a store has a row for each sample, and samples of this data have several images "
+                "or tiles; leave the site out, or read it with run.observe"
+            )
         if not self._writes():
             return
         kept, is_kept, reduction = made_whole[: self.n_kept], self.is_kept[: self.n_kept], self.request.reduction

@@ -48,7 +48,7 @@ class Reduction:
 
     def dims(self, site: Site) -> tuple[str, ...]:
         """The dimensions of what is stored."""
-        rest = [dim for dim in site.dims if dim not in ("sample", "position")]
+        rest = [dim for dim in site.dims if dim not in ("sample", "tile", "position")]
         if "position" in site.dims and self.positions:
             return ("sample", "position", *rest)
         keeps_tokens = "position" in site.dims and self.over == "none"
