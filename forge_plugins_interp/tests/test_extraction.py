@@ -21,6 +21,8 @@ from forge_core.cli import main
 from forge_core.contracts.loss import IGNORED
 from forge_core.contracts.observation import Site
 from forge_core.errors import ConfigError
+from forge_plugins_interp import sample_check
+from forge_plugins_interp import session as session_module
 from forge_plugins_interp.host_copy import begin_copy, wait_for_copies
 from forge_plugins_interp.principal_components import PrincipalComponents
 from forge_plugins_interp.reduction import Reduction, token_mask
@@ -171,6 +173,50 @@ def test_tokens_that_are_in_few_samples(run, tmp_path, capsys):
     assert "--match 'q|:': sample a has no such token" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (
+            ["--match", "q", "--reduce", "mean"],
+            "--match 'q': sample 20 has no such token (1 more has too few), and rows",
+        ),
+        (["--match", "q", "--positions", "-1,1"], "sample 20 has no such token (5 more have too few)"),
+        (["--positions", "1"], "--positions 1: sample 24 has 1 token;"),
+    ],
+    ids=" ".join,
+)
+def test_a_late_sample_with_too_few_tokens_is_told_before_the_model_runs(
+    run, tmp_path, capsys, monkeypatch, options, sentence
+):
+    table, out = tmp_path / "stimuli.csv", tmp_path / "acts"
+    texts = ["qq"] * 20 + ["xx", "xq", "qx", "qq", "x", "xqx", "xq"]
+    table.write_text("stimulus_id,text\n" + "".join(f"{number},{text}\n" for number, text in enumerate(texts)))
+    monkeypatch.setattr(sample_check, "_SECONDS", 0.0)
+    monkeypatch.setattr(session_module.Session, "run_batch", lambda *_: pytest.fail("the model ran"))
+    command = ["extract", str(run), "--stimuli", str(table), "--sites", "logits", "--out", str(out)]
+
+    assert main([*command, *options]) == 2
+
+    said = capsys.readouterr().err
+    assert sentence in " ".join(said.split())
+    assert "counted them in" in said
+    assert not out.exists()
+
+
+def test_ranks_share_out_the_search_for_samples_with_too_few_tokens(run, tmp_path):
+    table, out = tmp_path / "stimuli.csv", tmp_path / "acts"
+    texts = ["q"] * 9 + ["x", "q"] * 4
+    table.write_text("stimulus_id,text\n" + "".join(f"{number},{text}\n" for number, text in enumerate(texts)))
+    command = [sys.executable, "-m", "forge_core", "extract", str(run), "--stimuli", str(table), "--sites", "logits"]
+    command += ["--match", "q", "--reduce", "last", "--out", str(out), "--nproc", "2", "parallel.dp_shard=2"]
+
+    done = fork_server.run(command, capture_output=True, text=True, timeout=200)
+
+    assert done.returncode == 2, done.stderr
+    assert "sample 9 has no such token (3 more have too few)" in " ".join(done.stderr.split())
+    assert not out.exists()
+
+
 def test_others_know_that_tokens_are_missing(run, alone, tmp_path, capsys):
     """Labels go by the position in the sample, and stores of other tokens are not compared."""
     assert extract(run, tmp_path / "digits", "--match", "[0-9]") == 0
@@ -316,7 +362,7 @@ def test_a_killed_extraction_goes_on(run, alone, tmp_path, monkeypatch):
     [
         (["--sites", "blocks.*.reside"], "site 'blocks.*.reside': the model has none of that name"),
         (["--positions", "0,a"], "--positions 0,a: must be numbers with commas between them"),
-        (["--positions", "40"], "--positions 40: a sample has 32 tokens"),
+        (["--positions", "40"], "--positions 40: sample 0 has 32 tokens ("),
         (["--positions", "0", "--reduce", "mean"], "--positions 0: has no effect with --reduce mean"),
         (["--stimuli", "no.csv"], "--stimuli no.csv: cannot be read"),
         (["--stimuli", "no.txt"], "--stimuli no.txt: must end with .csv or .jsonl"),

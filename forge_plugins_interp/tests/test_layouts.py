@@ -180,6 +180,8 @@ def measured(model: str, settings: list[str], world_size: int) -> dict[str, Valu
     read = logit_lens(one, TOKENS, ["embed", "blocks.*.resid_post"])
     found["lens"] = {name: logits for name, logits in read.items() if logits is not None}
     found["effects"] = effects(one) if has_gradients else None
+    if not has_gradients:
+        refused_in_a_pipeline(one)
     found["store"] = stored(one)
     return found
 
@@ -226,6 +228,25 @@ def of_unnamed(one: Session) -> Values:
     with one.observe("blocks.*.attention.q_norm") as seen, torch.no_grad():
         one.model(TOKENS)
     return dict(seen)
+
+
+def refused_in_a_pipeline(one: Session) -> None:
+    """A value of the other stage is not here, and the error says where it is; gradients are nowhere. Changes
+    of such sites are among ``changes``: all ranks ask for one together, and the stage that has the site makes it."""
+    mesh = one.context.mesh
+    own = mesh.device_mesh.get_local_rank("pp")
+    theirs = f"blocks.{1 - own}"
+    with one.observe("blocks.*.resid_post", "blocks.*.attention.o") as seen, torch.no_grad():
+        one.model(TOKENS)
+    for name in (f"{theirs}.resid_post", f"{theirs}.attention.o", f"{theirs}.hook_resid_post"):
+        with pytest.raises(ConfigError, match=rf"another pipeline stage has it, that of rank {1 - own} along pp"):
+            seen[name]
+    assert f"blocks.{own}.resid_post" in seen
+    with (
+        pytest.raises(ConfigError, match=r"gradients: a pipeline gives none .* with parallel\.pp=1"),
+        one.observe("blocks.*.resid_post", gradients=True),
+    ):
+        pass
 
 
 def splices() -> dict[str, Splice]:

@@ -40,6 +40,7 @@ REQUIREMENTS = {
     "I-5 no cost when nothing is looked at, and a word about compile": {
         "test_commands": ("a_compiled_model_runs_eagerly_while_it_is_observed",),
         "test_capture": ("training_is_not_changed",),
+        "test_nothing_observed": ("a_step_runs_the_operations_that_it_runs_without_the_package",),
     },
     "I-6 stores: resumed, bounded, reduced, with an estimate": {
         "test_extraction": ("a_killed_extraction_goes_on", "what_is_kept", "a_full_disk_is_told_before_the_first_byte"),

@@ -285,5 +285,7 @@ def test_a_site_that_is_not_there_is_told_with_those_that_are(session):
     with pytest.raises(ConfigError, match=r"site final_norm: it is not observed; the sites observed are blocks.0"):
         seen["final_norm"]
     assert "final_norm" not in seen
-    with pytest.raises(ConfigError, match=r"site blocks.9.resid_post: another pipeline stage has it"):
-        session_module.Seen(["blocks.9.resid_post"])["blocks.9.resid_post"]
+    with pytest.raises(
+        ConfigError, match=r"site blocks.9.resid_post: another .* has it, that of rank 3 along pp; read"
+    ):
+        session_module.Seen({"blocks.9.resid_post": 3})["blocks.9.resid_post"]

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from forge_core.contracts.component_ref import ComponentRef
+from forge_core.contracts.observation import Site
 from forge_plugins_dense.block import Block
 from forge_plugins_dense.initial_values import normal
 from forge_plugins_vlm.connectors.linear import LinearConnector
@@ -172,6 +173,27 @@ class NamesAnIdleUnit(ConvViT):
         return ["layers"]
 
 
+class SitesOfNoModule(ConvViT):
+    def sites(self):
+        return {"mixed": Site(module="mixer", dims=("tile", "patch", "width"))}
+
+
+class SitesOfSamples(ConvViT):
+    def sites(self):
+        return {"normed": Site(module="norm", dims=("sample", "patch", "width"))}
+
+
+class SitesThatNeverRun(ConvViT):
+    def sites(self):
+        return {"all": Site(module="layers", dims=("tile", "patch", "width"))}
+
+
+class SitesThatDoNotAddUp(ConvViT):
+    def sites(self):
+        found = super().sites()
+        return found | {"layers.0.mlp_out": found["layers.0.mlp_in"]}
+
+
 class GivesFp32(ConvViT):
     def forward(self, pixels, sizes=None):
         return super().forward(pixels, sizes).float()
@@ -225,6 +247,16 @@ class SaysThatItTakesNoPadding(ConvViTConfig):
             {},
             "forward does not call the unit layers",
         ),
+        (
+            SitesOfNoModule,
+            ConvViTConfig(),
+            "test_every_site_has_its_dims_once_a_forward",
+            {},
+            "'mixer', which is no module",
+        ),
+        (SitesOfSamples, ConvViTConfig(), "test_every_site_has_its_dims_once_a_forward", {}, "must with 'tile'"),
+        (SitesThatNeverRun, ConvViTConfig(), "test_every_site_has_its_dims_once_a_forward", {}, "computed 0 times"),
+        (SitesThatDoNotAddUp, ConvViTConfig(), "test_sites_of_a_layer_add_up", {}, "do not add up to"),
     ],
 )
 def test_an_encoder_that_breaks_a_promise_is_caught(made, config, check, given, sentence):

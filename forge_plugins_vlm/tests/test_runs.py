@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 from PIL import Image
 
+import forge_plugins_interp as interp
+import fork_server
 from forge_core.cli import main
+from forge_core.errors import ConfigError
 from forge_core.train import metrics
+from forge_plugins_interp.extraction import Request, extract
+from forge_plugins_interp.reduction import Reduction
+from forge_plugins_interp.session import inputs_of
+from forge_plugins_interp.store import Store
 from forge_testing.json_output import json_of
 from parity_matrix.cells import TRAININGS
 from parity_matrix.launch import Launcher, Work
@@ -28,7 +38,7 @@ max_seq_len = 48
 [model.encoder]
 name = "conv_vit"
 dim = 32
-n_layers = 1
+n_layers = 2
 n_heads = 2
 [data]
 name = "image_text"
@@ -77,6 +87,89 @@ def test_images_are_captioned(folder, capsys):
 
     assert code == 0
     assert caption.startswith("a ")
+
+
+def test_its_sites_are_listed_with_those_of_its_encoder(folder, capsys):
+    run = str(folder / "runs" / "shapes")
+    rows = {row["name"]: row for row in json_of("sites", run)}
+    capsys.readouterr()
+    assert main(["sites", run]) == 0
+    shown = capsys.readouterr().out
+
+    assert re.search(r"vision\.layers\.\{0–1\}\.mlp_post +\S+ × 16 × 128 +tile × patch × neuron", shown)
+    assert rows["vision.layers.1.resid_post"]["dims"] == ["tile", "patch", "width"]
+    assert rows["vision.layers.0.mlp_post"]["module"] == "vision.encoder.layers.0.down"
+
+
+def test_positions_of_images_and_layers_of_the_encoder_are_extracted(folder, capsys, tmp_path):
+    """A placeholder's text chooses the positions that images have; a layer of the encoder has a row a sample."""
+    run, sites = str(folder / "runs" / "shapes"), "blocks.0.resid_post,vision.layers.*.resid_post,image_features"
+    options = ["--samples", "5", f"data.path={folder}/shapes/held_out.json"]
+    of_image, of_text = tmp_path / "image", tmp_path / "text"
+
+    assert main(["extract", run, "--sites", sites, "--match", "<image>", "--out", str(of_image), *options]) == 0
+    assert main(["extract", run, "--sites", sites, "--match", "(?!<image>).*", "--out", str(of_text), *options]) == 0
+
+    image, text = Store(of_image), Store(of_text)
+    assert image.columns["length"].tolist() == [16] * 5
+    assert image.array("vision.layers.1.resid_post").shape == (5, 16, 32)
+    with interp.open(run) as session, torch.no_grad(), session.observe(*sites.split(",")) as seen:
+        source = session.open_data(options[-1:])
+        batch = {name: torch.from_numpy(values) for name, values in source.read(np.arange(5)).items()}
+        session.model(batch["tokens"], **inputs_of(source, batch))
+    is_image = batch["image_slots"] >= 0
+    for sample in range(5):
+        assert image.positions(sample).tolist() == is_image[sample].nonzero()[:, 0].tolist()
+        assert not is_image[sample, text.positions(sample)].any()
+        assert torch.allclose(
+            image.read("blocks.0.resid_post", sample), seen["blocks.0.resid_post"][sample, is_image[sample]], atol=1e-5
+        )
+        for site in ("vision.layers.0.resid_post", "image_features"):
+            assert torch.allclose(image.read(site, sample), seen[site][sample], atol=1e-5)
+
+
+@pytest.mark.parametrize("layout", [["parallel.tp=2", "model.cut_encoder=true"], ["parallel.pp=2"]], ids=" ".join)
+def test_layers_of_the_encoder_are_extracted_alike_in_layouts(folder, tmp_path, layout):
+    command = ["extract", str(folder / "runs" / "shapes"), "--sites", "vision.layers.*.*", "--samples", "5"]
+    command.append(f"data.path={folder}/shapes/held_out.json")
+    assert main([*command, "--out", str(tmp_path / "one")]) == 0
+    on_two = [sys.executable, "-m", "forge_core", *command, "--out", str(tmp_path / "two"), "--nproc", "2", *layout]
+
+    done = fork_server.run(on_two, capture_output=True, text=True, timeout=200)
+
+    assert done.returncode == 0, done.stderr
+    one, two = Store(tmp_path / "one"), Store(tmp_path / "two")
+    assert one.sites == two.sites
+    assert len(one.sites) == 16
+    for site in one.sites:
+        wanted = one.array(site)
+        assert torch.allclose(two.array(site), wanted, atol=1e-5 * float(wanted.abs().max())), site
+
+
+class TwoImages:
+    """Samples of a source, each with its image twice."""
+
+    fingerprint = "two"
+
+    def __init__(self, source):
+        self.source, self.entries = source, source.entries
+
+    def __len__(self):
+        return len(self.source)
+
+    def read(self, indices):
+        batch = self.source.read(indices)
+        return batch | {"pixels": np.concatenate([batch["pixels"]] * 2, axis=1)}
+
+
+def test_layers_of_the_encoder_with_several_images_a_sample_are_not_extracted(folder, tmp_path):
+    with interp.open(folder / "runs" / "shapes") as session:
+        source = TwoImages(session.open_data([f"data.path={folder}/shapes/held_out.json"]))
+        request = Request(out=tmp_path / "acts", sites=["vision.layers.1.resid_post"], reduction=Reduction())
+        with pytest.raises(ConfigError, match=r"site vision\.layers\.1\.resid_post: .* have several images or tiles;"):
+            extract(session, source, request, print)
+
+    assert not (tmp_path / "acts").exists()
 
 
 def test_a_batch_of_prompts_takes_its_images_in_order(folder, capsys):
@@ -205,7 +298,7 @@ def test_mfu_counts_the_tiles_of_steps(folder, build, monkeypatch, accumulation)
     run = folder / "runs" / name
     logged = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     said = json.loads((run / "environment.json").read_text())["flops_per_token"]
-    encoder = build.resolve("vision_encoder", {"name": "conv_vit", "dim": 32, "n_layers": 1, "n_heads": 2})
+    encoder = build.resolve("vision_encoder", {"name": "conv_vit", "dim": 32, "n_layers": 2, "n_heads": 2})
     connector = build.resolve("connector", {"name": "mlp"})
     tile = 3 * (encoder.config.flops(32, 32) + connector.config.flops((4, 4), 32, 32))
     assert [line["step"] for line in logged] == [1, 2, 4]

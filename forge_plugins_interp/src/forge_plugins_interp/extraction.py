@@ -26,6 +26,7 @@ from forge_plugins_interp.observation import observe
 from forge_plugins_interp.placement import whole
 from forge_plugins_interp.principal_components import Moments, PrincipalComponents
 from forge_plugins_interp.reduction import Reduction, token_mask
+from forge_plugins_interp.sample_check import refuse_short_samples
 from forge_plugins_interp.session import ObservedModel, read_batch, refuse_unseen
 from forge_plugins_interp.shard_writer import ShardPart, ShardWriter
 from forge_plugins_interp.sites import PlacedSite
@@ -88,8 +89,13 @@ class _Extraction:
         """In place of rows, while components are fitted."""
 
     def run(self) -> None:
-        """Find shapes, claim the folder, write all shards that are missing, and then the index."""
+        """Check the samples, find shapes, claim the folder, write all shards that are missing, and then the index."""
         request = self.request
+        ids = request.columns.get("stimulus_id", np.arange(self.n_samples))[: self.n_samples]
+        if "position" in self.session.batch_dims:
+            refuse_short_samples(
+                self.source, request.reduction, ids, batch_size=self.batch_size, mesh=self.mesh, log=self.log
+            )
         with torch.no_grad(), observe(self.chosen, self._take):
             if request.reduction.directions == "principal":
                 self._fit_components()
@@ -111,6 +117,11 @@ class _Extraction:
 
     def _take(self, placed: PlacedSite, value: torch.Tensor) -> None:
         made_whole = whole(value, placed.cuts)
+        if placed.site.dims[0] == "tile" and len(made_whole) != self.batch_size:
+            raise ConfigError(
+                f"site {placed.name}: a store has a row for each sample, and samples of this data have several images "
+                "or tiles; leave the site out, or read it with run.observe"
+            )
         if not self._writes():
             return
         kept, is_kept, reduction = made_whole[: self.n_kept], self.is_kept[: self.n_kept], self.request.reduction
@@ -129,24 +140,11 @@ class _Extraction:
         n_positions = first.shape[1] if "position" in self.session.batch_dims else 1
         is_token = token_mask(batch, len(first), n_positions)
         self.is_kept, self.n_kept = self.request.reduction.kept_tokens(batch, is_token), n_kept
-        self._refuse_none_kept(numbers)
         self.session.run_batch(self.source, batch)
         wait_for_copies()
         if "tokens" not in batch:
             return torch.zeros(0, dtype=torch.int64)
         return first[:n_kept][self.is_kept[:n_kept]]
-
-    def _refuse_none_kept(self, numbers: np.ndarray) -> None:
-        reduction = self.request.reduction
-        if reduction.tokens is None or (reduction.over == "none" and not reduction.positions):
-            return
-        lacking = numbers[: self.n_kept][~self.is_kept[: self.n_kept].any(1).numpy()]
-        if len(lacking):
-            ids = self.request.columns.get("stimulus_id", np.arange(self.n_samples))
-            raise ConfigError(
-                f"--match {reduction.tokens.text!r}: sample {ids[lacking[0]]} has no such token, and a row for each "
-                "sample is asked for; leave the sample out, or leave out --reduce and --positions"
-            )
 
     def _fit_components(self) -> None:
         """Fit them on the first samples, the same on all ranks that have a site. A store that is gone on with has

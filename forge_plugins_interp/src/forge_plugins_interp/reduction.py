@@ -48,11 +48,34 @@ class Reduction:
 
     def dims(self, site: Site) -> tuple[str, ...]:
         """The dimensions of what is stored."""
-        rest = [dim for dim in site.dims if dim not in ("sample", "position")]
+        rest = [dim for dim in site.dims if dim not in ("sample", "tile", "position")]
         if "position" in site.dims and self.positions:
             return ("sample", "position", *rest)
         keeps_tokens = "position" in site.dims and self.over == "none"
         return ("token" if keeps_tokens else "sample", *rest)
+
+    def tokens_needed(self) -> int:
+        """How many tokens of a sample there must be for its rows; 0 where any number will do."""
+        if self.positions:
+            return max(one + 1 if one >= 0 else -one for one in self.positions)
+        return 0 if self.over == "none" or self.tokens is None else 1
+
+    def lack(self, sample: str, length: int, others: int) -> str:
+        """The sentence about samples that have fewer tokens than are needed.
+
+        Args:
+            sample: the first of them, which has ``length`` tokens that count.
+            others: how many more there are.
+        """
+        more = f" ({others:,} more {'has' if others == 1 else 'have'} too few)" if others else ""
+        if self.tokens is None:
+            given = ",".join(map(str, self.positions))
+            return f"--positions {given}: {sample} has {_number(length)}{more}; leave it out, or keep other positions"
+        has = "no such token" if length == 0 else f"{_number(length)} that match, of {self.tokens_needed()} needed"
+        return (
+            f"--match {self.tokens.text!r}: {sample} has {has}{more}, and rows for each sample are asked for; leave it "
+            "out, or leave out --reduce and --positions"
+        )
 
     def rows(
         self,
@@ -117,6 +140,10 @@ class Reduction:
         weights = is_kept.view(*is_kept.shape, *[1] * (value.ndim - 2))
         mean = value.float().where(weights, 0.0).sum(1) / lengths.view(-1, *[1] * (value.ndim - 2))
         return mean.to(value.dtype)
+
+
+def _number(tokens: int) -> str:
+    return "1 token" if tokens == 1 else f"{tokens:,} tokens"
 
 
 def _tokens(value: torch.Tensor, is_kept: torch.Tensor) -> torch.Tensor:

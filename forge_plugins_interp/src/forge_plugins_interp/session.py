@@ -56,12 +56,12 @@ class Seen(Mapping[str, torch.Tensor]):
     """The values of one observation, by site: those of the last forward. Each is whole, in the order of tokens, on all
     ranks that hold its layer. Gathering happens as values come, on all ranks together."""
 
-    def __init__(self, elsewhere: Collection[str] = ()) -> None:
+    def __init__(self, elsewhere: Mapping[str, int] | None = None) -> None:
         """
         Args:
-            elsewhere: the sites of other pipeline stages.
+            elsewhere: the sites of other pipeline stages, and which rank along ``pp`` has each.
         """
-        self._elsewhere = elsewhere
+        self._elsewhere = elsewhere or {}
         self.forwards: dict[str, list[torch.Tensor]] = {}
         """The values of every forward, by site."""
         self._gradients: dict[str, torch.Tensor] = {}
@@ -75,8 +75,11 @@ class Seen(Mapping[str, torch.Tensor]):
         for one in names:
             if one in self.forwards:
                 return self.forwards[one][-1]
-        if any(one in self._elsewhere for one in names):
-            raise NotSeenError(f"site {name}: another pipeline stage has it; read it on the ranks of that stage")
+        stages = [self._elsewhere[one] for one in names if one in self._elsewhere]
+        if stages:
+            raise NotSeenError(
+                f"site {name}: another pipeline stage has it, that of rank {stages[0]} along pp; read it there"
+            )
         seen = ", ".join(self.forwards) or "none, as no forward has run"
         raise NotSeenError(f"site {name}: it is not observed; the sites observed are {seen}")
 
@@ -151,9 +154,12 @@ class ObservedModel(ABC):
             gradients: keep gradients, too.
 
         Raises:
-            ConfigError: there is no such site, or none of the forwards has come to it.
+            ConfigError: there is no such site, or none of the forwards has come to it; or gradients are asked for of a
+                pipeline.
         """
-        chosen, seen = self.sites.chosen(patterns), Seen([*self.sites.elsewhere, *self.sites.modules_elsewhere])
+        if gradients and self.mesh.degrees["pp"] > 1:
+            raise ConfigError("gradients: a pipeline gives none of what it predicts; open the model with parallel.pp=1")
+        chosen, seen = self.sites.chosen(patterns), Seen({**self.sites.modules_elsewhere, **self.sites.elsewhere})
         own: dict[str, torch.Tensor] = {}
 
         def take(placed: PlacedSite, value: torch.Tensor) -> None:

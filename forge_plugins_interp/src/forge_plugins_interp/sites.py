@@ -52,14 +52,15 @@ class PlacedSite:
 
 @attrs.frozen(eq=False)
 class Sites:
-    """All sites of a model's parts on this rank, and the names of the sites of other pipeline stages."""
+    """All sites of a model's parts on this rank, and the names of the sites of other pipeline stages, each with the
+    rank along ``pp`` that has it."""
 
     here: Mapping[str, PlacedSite]
     """Sites that the model declares."""
-    elsewhere: Sequence[str]
+    elsewhere: Mapping[str, int]
     modules: Mapping[str, Callable[[], PlacedSite]]
     """Modules by name, which are placed once they are asked for."""
-    modules_elsewhere: Sequence[str]
+    modules_elsewhere: Mapping[str, int]
     given: Sequence[PlacedSite]
     """What each part of the model on this rank is given first: tokens, or hidden states of an earlier stage."""
 
@@ -103,7 +104,12 @@ class Sites:
             given.append(placing.declared("", Site(module="", where="input", dims=dims)))
             modules |= placing.modules(sites, BatchShape(part, given[-1].cuts, dims, needed))
         elsewhere, modules_elsewhere = (
-            [name for stage in mesh.gather_over("pp", list(own)) for name in stage if name not in own]
+            {
+                name: rank
+                for rank, names in enumerate(mesh.gather_over("pp", list(own)))
+                for name in names
+                if name not in own
+            }
             for own in (here, modules)
         )
         return cls(here, elsewhere, modules, modules_elsewhere, given)

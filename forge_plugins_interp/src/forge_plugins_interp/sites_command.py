@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -69,24 +70,29 @@ def _told(row: SiteRow) -> ToldSite:
 
 
 def _together(rows: list[SiteRow]) -> list[tuple[str, SiteRow]]:
-    """Rows that differ in the number of the block alone as one, such as ``blocks.{0–3}.z``, ordered by the first."""
-    groups: dict[tuple[str, ...], list[SiteRow]] = {}
+    """Rows that differ in the number of the layer alone as one, such as ``blocks.{0–3}.z`` and
+    ``vision.layers.{0–3}.mlp_out``, ordered by the first."""
+    groups: dict[tuple[str, ...], list[tuple[int, SiteRow]]] = {}
     for row in rows:
-        _, _, rest = row.name.removeprefix("blocks.").partition(".")
-        key = (rest, row.shape(), row.cuts()) if row.name.startswith("blocks.") else (row.name,)
-        groups.setdefault(key, []).append(row)
-    return [(_joint_name([row.name for row in group]), group[0]) for group in groups.values()]
+        match = _OF_LAYER.fullmatch(row.name)
+        stack, number, site = match.groups() if match else (row.name, "0", "")
+        groups.setdefault((stack, site, row.shape(), row.cuts()), []).append((int(number), row))
+    found = []
+    for (stack, site, *_), group in groups.items():
+        name = group[0][1].name
+        found.append((name if len(group) == 1 else f"{stack}.{{{_runs([n for n, _ in group])}}}.{site}", group[0][1]))
+    return found
 
 
-def _joint_name(names: list[str]) -> str:
-    if len(names) == 1:
-        return names[0]
-    numbers = [int(name.split(".")[1]) for name in names]
+_OF_LAYER = re.compile(r"(blocks|.*layers)\.(\d+)\.(.+)")
+
+
+def _runs(numbers: list[int]) -> str:
+    """Such as ``0–3,5``."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][-1] + 1:
             runs[-1].append(number)
         else:
             runs.append([number])
-    listed = ",".join(str(one[0]) if len(one) == 1 else f"{one[0]}–{one[-1]}" for one in runs)
-    return f"blocks.{{{listed}}}.{names[0].split('.', 2)[2]}"
+    return ",".join(str(one[0]) if len(one) == 1 else f"{one[0]}–{one[-1]}" for one in runs)

@@ -18,7 +18,7 @@ from torch import nn
 from forge_core.contracts.builder import Builder
 from forge_core.contracts.loss import Loss, LossSum
 from forge_core.contracts.model import Initializer, ParameterRole, ShardRole
-from forge_core.contracts.observation import Site
+from forge_core.contracts.observation import ObservableModule, Site, within
 from forge_plugins_dense.cache import KeyValueCache
 from forge_plugins_dense.head import make_head
 from forge_plugins_dense.transformer import Transformer
@@ -199,11 +199,14 @@ class VisionLanguageModel(Transformer):
             self.vision.set_frozen({name.removeprefix("vision.") for name in names if name.startswith("vision.")})
 
     def sites(self) -> dict[str, Site]:
-        """Same as ``ObservableModule.sites``, with the features of the encoder and the tokens of the connector, a row
-        for each tile of the batch."""
+        """Same as ``ObservableModule.sites``, with those of the encoder, its features, and the tokens of the connector,
+        a row for each tile of the batch."""
         found = super().sites()
         if self.vision is not None:
             dims = ("tile", "feature", "width")
+            encoder = self.vision.encoder
+            own = encoder.sites() if isinstance(encoder, ObservableModule) else {}
+            found |= {f"vision.{name}": within("vision.encoder", site) for name, site in own.items()}
             found["image_features"] = Site(module="vision.encoder", dims=dims)
             found["image_tokens"] = Site(module="vision.connector", dims=dims)
         return found

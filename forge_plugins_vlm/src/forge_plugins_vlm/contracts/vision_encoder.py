@@ -82,6 +82,9 @@ class VisionEncoder(Protocol):
     It may have a method ``parallel_plan() -> Mapping[str, ShardRole]``: the roles ``column`` and ``row`` of modules in
     its layers, by their names in this module. Each rank along ``tp`` then has some of the heads and of the hidden
     features between them, and what it reads and gives stays whole; ``config.heads_to_cut`` says how many heads.
+
+    It may have ``sites() -> Mapping[str, Site]``, as ``ObservableModule`` has it: tensors of its layers that can be
+    looked at, by names in this module such as ``layers.3.resid_post``, with dimensions that begin with ``"tile"``.
     """
 
     def forward(self, pixels: torch.Tensor, sizes: torch.Tensor | None = None) -> torch.Tensor:

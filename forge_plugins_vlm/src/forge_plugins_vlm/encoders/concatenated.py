@@ -9,6 +9,7 @@ from torch import nn
 
 from forge_core.contracts.builder import Builder
 from forge_core.contracts.model import Initializer, ParameterRole, ShardRole
+from forge_core.contracts.observation import ObservableModule, Site, within
 from forge_core.errors import ConfigError
 from forge_plugins_vlm.encoders.concatenated_config import ConcatenatedConfig
 
@@ -51,6 +52,15 @@ class Concatenated(nn.Module):
     def parallel_plan(self) -> dict[str, ShardRole]:
         """Same as ``VisionEncoder.parallel_plan``."""
         return {name + key: role for name, encoder in self._named() for key, role in encoder.parallel_plan().items()}
+
+    def sites(self) -> dict[str, Site]:
+        """Same as ``VisionEncoder.sites``, of the encoders that have some."""
+        return {
+            name + key: within(name.rstrip("."), site)
+            for name, encoder in self._named()
+            if isinstance(encoder, ObservableModule)
+            for key, site in encoder.sites().items()
+        }
 
     def _named(self) -> list[tuple[str, Any]]:
         return [(f"encoders.{number}.", encoder) for number, encoder in enumerate(self.encoders)]

@@ -12,15 +12,18 @@ import torch.nn.functional as F
 from torch import nn
 
 from forge_core.contracts.model import Initializer, ParameterRole, ShardRole
+from forge_core.contracts.observation import Site
 from forge_plugins_dense.initial_values import normal
 from forge_plugins_dense.norm import init_norm
 from forge_plugins_vlm.contracts.vision_encoder import Grid
 from forge_plugins_vlm.encoders.conv_vit_config import ConvViTConfig
+from forge_plugins_vlm.encoders.layer_sites import LayerParts
 from forge_plugins_vlm.encoders.pixels import normalise, picture_cells
 from forge_plugins_vlm.initial_values import init_layer
 
 _MIDDLE = (0.5, 0.5, 0.5)
 """Mean and deviation that take pixels to −1 … 1."""
+_PARTS = LayerParts(attention_norm="attention_norm", attention="o", mlp_norm="mlp_norm", mlp="down", mlp_output="down")
 
 
 class ConvViT(nn.Module):
@@ -78,6 +81,10 @@ class ConvViT(nn.Module):
         """Same as ``VisionEncoder.parallel_plan``."""
         of_layer: dict[str, ShardRole] = {**dict.fromkeys(("q", "k", "v", "up"), "column"), "o": "row", "down": "row"}
         return {f"{unit}.{name}": role for unit in self.units() for name, role in of_layer.items()}
+
+    def sites(self) -> dict[str, Site]:
+        """Same as ``VisionEncoder.sites``."""
+        return {name: site for unit in self.units() for name, site in _PARTS.sites(unit).items()}
 
     def _convolve(self, pictures: torch.Tensor, sizes: torch.Tensor | None) -> torch.Tensor:
         """``(N, 3, H, W)`` to ``(N, D, R, C)``. Padding is 0 before each convolution, as the outside of a tile."""

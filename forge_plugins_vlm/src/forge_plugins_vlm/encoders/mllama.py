@@ -17,14 +17,25 @@ import torch.nn.functional as F
 from torch import nn
 
 from forge_core.contracts.model import Initializer, ParameterRole
+from forge_core.contracts.observation import Site
 from forge_core.errors import ConfigError
 from forge_plugins_dense.initial_values import normal, ones, zeros
+from forge_plugins_vlm.encoders.layer_sites import LayerParts
 from forge_plugins_vlm.encoders.mllama_config import MllamaConfig
 from forge_plugins_vlm.encoders.pixels import normalise
 from forge_plugins_vlm.initial_values import fan_in_std
 
 _MULTIPLE = 8
 """Positions of a part are filled up to a multiple of it; in training, what is filled up was among the keys."""
+
+_PARTS = LayerParts(
+    attention_norm="input_layernorm",
+    attention="self_attn",
+    mlp_norm="post_attention_layernorm",
+    mlp="mlp",
+    mlp_output="mlp.fc2",
+)
+_GATED = attrs.evolve(_PARTS, attention="", mlp="")
 
 
 class MllamaEncoder(nn.Module):
@@ -95,6 +106,14 @@ class MllamaEncoder(nn.Module):
         """Same as ``VisionEncoder.units``."""
         kinds = (("layers", self.layers), ("global_layers", self.global_layers))
         return [f"{name}.{number}" for name, layers in kinds for number in range(len(layers))]
+
+    def sites(self) -> dict[str, Site]:
+        """Same as ``VisionEncoder.sites``, of all parts of a picture and what they are filled up with. What gated
+        layers add has no module."""
+        found: dict[str, Site] = {}
+        for unit in self.units():
+            found |= (_GATED if unit.startswith("global_layers") else _PARTS).sites(unit)
+        return found
 
     def _embed(self, pixels: torch.Tensor, parts: tuple[int, int], ratios: torch.Tensor) -> torch.Tensor:
         """Pixels ``(N, 3, H, W)`` to ``(N, A, T, D)``. A part that is not there is of zeros, behind the normalisation.

@@ -16,8 +16,10 @@ import torch
 from torch import nn
 
 from forge_core.contracts.model import Initializer, ParameterRole, ShardRole
+from forge_core.contracts.observation import Site
 from forge_core.errors import ConfigError
 from forge_plugins_dense.initial_values import normal, ones, zeros
+from forge_plugins_vlm.encoders.layer_sites import LayerParts
 from forge_plugins_vlm.encoders.pixels import normalise
 from forge_plugins_vlm.encoders.transformers_config import FixedSizeConfig, TransformersConfig
 from forge_plugins_vlm.encoders.weight_files import Spelling, WeightFiles
@@ -41,6 +43,10 @@ class TransformersEncoder(nn.Module):
     """Of its configuration, beside the architecture."""
     in_files: ClassVar[Mapping[str, str]]
     """What the parts are called in files of weights."""
+    parts: ClassVar[LayerParts] = LayerParts(
+        attention_norm="layer_norm1", attention="self_attn", mlp_norm="layer_norm2", mlp="mlp", mlp_output="mlp.fc2"
+    )
+    """Of a layer."""
     anchor: ClassVar[str] = "embeddings.patch_embedding.weight"
     """Same as in ``WeightFiles``."""
 
@@ -98,6 +104,13 @@ class TransformersEncoder(nn.Module):
         """Same as ``VisionEncoder.parallel_plan``."""
         modules = ((name, name.rpartition(".")[2]) for name, _ in self.layers.named_modules(prefix="layers"))
         return {name: _OF_LAYER[last] for name, last in modules if last in _OF_LAYER}
+
+    def sites(self) -> dict[str, Site]:
+        """Same as ``VisionEncoder.sites``."""
+        return {name: site for unit in self.units() for name, site in self._parts().sites(unit).items()}
+
+    def _parts(self) -> LayerParts:
+        return self.parts
 
     def _normalised(self, pixels: torch.Tensor) -> torch.Tensor:
         dtype = next(self.embeddings.parameters()).dtype
@@ -205,7 +218,14 @@ class Dinov2Encoder(TransformersEncoder):
     classes = ("Dinov2Config", "Dinov2Embeddings", "Dinov2Layer")
     settings = MappingProxyType({"use_mask_token": False})
     in_files = MappingProxyType({"layers": "encoder.layer", "norm": "layernorm"})
+    parts = LayerParts(
+        attention_norm="norm1", attention="layer_scale1", mlp_norm="norm2", mlp="layer_scale2", mlp_output="mlp.fc2"
+    )
     anchor = "embeddings.patch_embeddings.projection.weight"
+
+    def _parts(self) -> LayerParts:
+        gated = self.config.found.use_swiglu_ffn
+        return attrs.evolve(self.parts, mlp_output="mlp.down_proj") if gated else self.parts
 
     def _spellings(self, name: str) -> Sequence[Spelling]:
         (now,) = super()._spellings(name)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any, ClassVar
 
 import pytest
 import torch
 
+from forge_core.contracts.observation import ObservableModule, Site
 from forge_core.train.build import cast_parameters
 from forge_plugins_vlm.contracts.vision_encoder import Grid, VisionEncoderConfig
 from forge_plugins_vlm.testing.part_case import PartConformance
 from forge_testing.module_state import assert_forward_is_pure, assert_gradients_everywhere, snapshot
+from forge_testing.observable import assert_dims, observed
 
 
 class VisionEncoderConformance(PartConformance):
@@ -138,6 +140,42 @@ class VisionEncoderConformance(PartConformance):
             assert output.shape == given[0].shape, (
                 f"the unit {name} is given {tuple(given[0].shape)}, and gives {tuple(output.shape)}"
             )
+
+    def test_every_site_has_its_dims_once_a_forward(self) -> None:
+        sites, seen = self._observed()
+
+        for name, site in sites.items():
+            values = seen.get(name, [])
+            assert len(values) == 1, f"the site {name} is computed {len(values)} times in a forward, and must be once"
+            assert site.dims[0] == "tile", f"the site {name} begins with {site.dims[0]!r}, and must with 'tile'"
+            assert_dims(name, site, values[0], {"tile": 2})
+
+    def test_sites_of_a_layer_add_up(self) -> None:
+        sites, seen = self._observed()
+
+        sums = ("resid_pre", "attn_out", "resid_mid"), ("resid_mid", "mlp_out", "resid_post")
+        layers = [name.removesuffix(".resid_pre") for name in sites if name.endswith(".resid_pre")]
+        for layer in layers:
+            for before, added, after in sums:
+                names = [f"{layer}.{name}" for name in (before, added, after)]
+                if all(name in sites for name in names):
+                    first, update, second = (seen[name][0] for name in names)
+                    assert torch.allclose(first + update, second, rtol=1e-4, atol=1e-4), (
+                        f"{names[0]} and {names[1]} do not add up to {names[2]}"
+                    )
+
+    def _observed(self) -> tuple[Mapping[str, Site], Mapping[str, Sequence[torch.Tensor]]]:
+        """The sites, and the values of each in a forward."""
+        encoder = self.build_part().eval()
+        if not isinstance(encoder, ObservableModule):
+            pytest.skip("the encoder declares no sites")
+        module: Any = encoder
+        sites, modules = encoder.sites(), dict(module.named_modules())
+        for name, site in sites.items():
+            assert site.module in modules, f"the site {name} is at {site.module!r}, which is no module of the encoder"
+        with torch.no_grad(), observed(module, sites) as seen:
+            module(_pixels(*self._sizes()[0]))
+        return sites, seen
 
     def test_flops_grow_with_the_tile(self) -> None:
         config = self.use().config
