@@ -304,7 +304,7 @@ def test_a_full_disk_is_said_and_the_run_goes_on(folder, disk, capfd):
 
 def test_a_model_that_has_no_form_there_is_refused_at_the_start(folder, capfd):
     for command in ("validate", "run"):
-        assert main([command, "job.toml", 'model.norm="layernorm"']) == 2
+        assert main([command, "job.toml", 'model.norm="layernorm"', "model.norm_placement=both"]) == 2
         said = capfd.readouterr().err
         assert "callbacks[0]: this model has no form in Hugging Face's format" in said
         assert 'only norm = "rmsnorm" has a Hugging Face form' in said

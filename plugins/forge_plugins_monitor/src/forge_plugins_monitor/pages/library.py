@@ -11,7 +11,7 @@ import attrs
 
 from forge_core.errors import ConfigError
 
-PACKAGED = Path(__file__).parent / "text.tar.xz"
+PACKAGED = Path(__file__).parent / "text.tar.bz2"
 """Made by ``hatch_build.py`` as the wheel is built."""
 SOURCES = Path(__file__).parents[5] / "docs"
 """In a checkout."""
