@@ -179,7 +179,7 @@ def test_any_number_of_processes_writes_the_same_files(tmp_path):
 
 
 SLOWLY = """
-import sys, time
+import faulthandler, sys, time
 from pathlib import Path
 from forge_plugins_data.bytes_tokenizer import BytesTokenizer
 from forge_plugins_data.tokenizer_config import BytesConfig
@@ -192,6 +192,7 @@ class Slow(BytesTokenizer):
             time.sleep(0.01)
         return super().encode_bytes(content)
 if __name__ == "__main__":
+    faulthandler.dump_traceback_later(100)  # of one that does not end
     source, output, workers = sys.argv[1:]
     tokenizer = Slow(BytesConfig())
     prepare([source], Path(output), tokenizer=tokenizer, unit_size=2000, workers=int(workers), progress=Progress())
@@ -217,7 +218,12 @@ def test_a_preparation_that_was_killed_is_completed_as_if_nothing_had_happened(t
     else:
         process.send_signal(how)
     Path(f"{output}.told").touch()
-    process.communicate(timeout=200)
+    try:
+        process.communicate(timeout=200)
+    except subprocess.TimeoutExpired as error:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        pytest.fail(f"it does not end: {(error.stderr or b'').decode()}")
 
     assert not (output / INDEX).exists()
     wait_until(lambda: not processes_of(tmp_path))  # no worker is left behind
