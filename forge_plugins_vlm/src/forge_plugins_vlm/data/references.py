@@ -216,12 +216,10 @@ class PictureInMemory(EncodedPicture):
 
 
 @attrs.frozen(eq=False)
-class DecodedPicture(Reference):
-    """An image that is there."""
+class PlacedPicture(Reference):
+    """An image without a file: ``place`` names it in messages, and in a fingerprint."""
 
-    image: Image.Image = attrs.field(repr=False)
     place: str
-    """For messages."""
 
     @property
     def where(self) -> str:
@@ -230,6 +228,13 @@ class DecodedPicture(Reference):
     @property
     def identity(self) -> str:
         return self.place
+
+
+@attrs.frozen(eq=False)
+class DecodedPicture(PlacedPicture):
+    """An image that is there."""
+
+    image: Image.Image = attrs.field(repr=False)
 
     def open(self, at_least: Grid | None = None) -> Image.Image:
         return self.image

@@ -13,7 +13,7 @@ from forge_core.errors import ConfigError
 from forge_plugins_vlm.contracts.image_processor import Processed
 from forge_plugins_vlm.contracts.vision_encoder import Grid
 from forge_plugins_vlm.data.prompts import PromptReader
-from forge_plugins_vlm.data.references import DecodedPicture, Reference
+from forge_plugins_vlm.data.references import DecodedPicture, PlacedPicture, Reference
 
 MOST_KEPT = 2**31
 """Bytes of tiles that a process keeps."""
@@ -84,7 +84,7 @@ class PictureReader:
         pictures: list[Reference] = []
         for one in _flat(visuals or ()):
             if isinstance(one, Image.Image):
-                pictures.append(DecodedPicture(one, f"image {len(pictures) + 1} of {where}"))
+                pictures.append(DecodedPicture(f"image {len(pictures) + 1} of {where}", one))
             elif isinstance(one, str | Path):
                 if not Path(one).exists():
                     raise ConfigError(f"lmms_eval: {where} has the video {str(one)!r}, and there is no such file")
@@ -99,20 +99,11 @@ class PictureReader:
         return Pictures(where, [_Seen(one.where, one.size()) for one in pictures], read.images)
 
 
-@attrs.frozen
-class _Seen(Reference):
+@attrs.frozen(eq=False)
+class _Seen(PlacedPicture):
     """An image that was decoded before, and is not kept."""
 
-    place: str
     shape: Grid
-
-    @property
-    def where(self) -> str:
-        return self.place
-
-    @property
-    def identity(self) -> str:
-        return self.place
 
     def open(self, at_least: Grid | None = None) -> Image.Image:
         raise OSError("it is not kept")
