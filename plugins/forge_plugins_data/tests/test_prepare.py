@@ -234,6 +234,51 @@ def test_a_preparation_that_was_killed_is_completed_as_if_nothing_had_happened(t
     assert all(file.stat().st_mtime_ns == time_ for file, time_ in finished.items())
 
 
+STRUCK = """
+import sys, threading
+from concurrent.futures import _base
+from pathlib import Path
+from forge_plugins_data.bytes_tokenizer import BytesTokenizer
+from forge_plugins_data.tokenizer_config import BytesConfig
+from forge_plugins_data.prepare import prepare
+from forge_plugins_data.progress import Progress
+take = _base._AcquireFutures.__enter__
+def take_and_be_interrupted(self):
+    # where a signal may come: the locks are taken, and nothing knows yet that they are
+    take(self)
+    if threading.current_thread() is threading.main_thread():
+        raise KeyboardInterrupt
+class Interrupted(Progress):
+    def advance(self, size, tokens):
+        super().advance(size, tokens)
+        raise KeyboardInterrupt
+if __name__ == "__main__":
+    _base._AcquireFutures.__enter__ = take_and_be_interrupted
+    tokenizer = BytesTokenizer(BytesConfig())
+    prepare([sys.argv[1]], Path(sys.argv[2]), tokenizer=tokenizer, unit_size=2000, workers=2, progress=Interrupted())
+"""
+
+
+def test_ctrl_c_never_leaves_a_lock_behind_that_the_end_of_the_process_waits_for(tmp_path):
+    write_jsonl(tmp_path / "x.jsonl", texts(600))
+    program = tmp_path / "struck.py"
+    program.write_text(STRUCK)
+
+    ended = subprocess.run(
+        [sys.executable, program, tmp_path / "x.jsonl", tmp_path / "out"],
+        env=os.environ | {"FORGE_TEST_OF": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=200,
+    )
+
+    assert "in advance" in ended.stderr, "the main thread takes no locks of the pool"
+    assert ended.stderr.rstrip().endswith("KeyboardInterrupt")
+    assert not (tmp_path / "out" / INDEX).exists()
+    wait_until(lambda: not processes_of(tmp_path))
+
+
 def test_a_worker_that_dies_is_reported_and_what_is_finished_stays(tmp_path):
     write_jsonl(tmp_path / "x.jsonl", texts(600))
     program = tmp_path / "dying.py"

@@ -12,12 +12,13 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, Protocol
 
 import attrs
@@ -154,35 +155,70 @@ def _made(work: Work, pending: dict[int, Part], workers: int) -> Iterator[tuple[
         for index, part in pending.items():
             yield index, work.make(index, part)
         return
-    others = set(multiprocessing.active_children())
-    executor = ProcessPoolExecutor(
-        min(workers, len(pending)),
-        mp_context=multiprocessing.get_context("spawn"),  # the tokenizers library must not be forked
-        initializer=_start_worker,
-        initargs=(work,),
-    )
+    pool = _Pool(work, pending, workers)
+    pool.start()
     try:
-        waiting, running = iter(pending.items()), dict[Future[Shard], int]()
-        while True:
-            # few at a time: at the end of the process, which a thread of it cannot stop, no more of them begin
-            for index, part in islice(waiting, 2 * workers - len(running)):
-                running[executor.submit(_make_in_worker, index, part)] = index
-            if not running:
-                return
-            for future in wait(running, return_when=FIRST_COMPLETED).done:
-                yield running.pop(future), future.result()
+        while (result := pool.results.get()) is not None:
+            if isinstance(result, Exception):
+                raise result
+            yield result
     except BrokenProcessPool as error:
         raise ForgeError(
             "a worker process was killed, perhaps because memory ran out. What is finished is kept: do the same "
             "again, with fewer of them if need be (--workers, or the key processes of a data source)."
         ) from error
-    except BaseException:  # an error, Ctrl-C or the end of the process: do not wait for parts that will be thrown away
-        executor.shutdown(wait=False, cancel_futures=True)
-        for worker in set(multiprocessing.active_children()) - others:
-            worker.terminate()
-        raise
-    finally:
-        executor.shutdown(wait=True, cancel_futures=True)
+    finally:  # after an error, Ctrl-C or the end of the process, too: no waiting for parts that will be thrown away
+        pool.end()
+
+
+class _Pool(threading.Thread):
+    """Makes parts by several processes.
+
+    The executor is used in this thread only. Ctrl-C raises ``KeyboardInterrupt`` anywhere in the main thread: a lock
+    of the executor that it took just then would stay locked, and the process would never end.
+    """
+
+    def __init__(self, work: Work, pending: Mapping[int, Part], workers: int) -> None:
+        super().__init__(name="forge-tokenise", daemon=True)
+        self.results: SimpleQueue[tuple[int, Shard] | Exception | None] = SimpleQueue()
+        """Each part's index and file in the order in which they are finished; last ``None``, or an error."""
+        self._pending, self._capacity = pending, 2 * workers
+        self._is_ended = False
+        self._others = set(multiprocessing.active_children())
+        self._executor = ProcessPoolExecutor(
+            min(workers, len(pending)),
+            mp_context=multiprocessing.get_context("spawn"),  # the tokenizers library must not be forked
+            initializer=_start_worker,
+            initargs=(work,),
+        )
+
+    def run(self) -> None:
+        with self._executor:
+            try:
+                self._make_all()
+            except Exception as error:  # noqa: BLE001 - raised where results are read
+                self.results.put(error)
+            else:
+                self.results.put(None)
+
+    def _make_all(self) -> None:
+        waiting, running = iter(self._pending.items()), dict[Future[Shard], int]()
+        while not self._is_ended:
+            # few at a time: at the end of the process, which a thread of it cannot stop, no more of them begin
+            for index, part in islice(waiting, self._capacity - len(running)):
+                running[self._executor.submit(_make_in_worker, index, part)] = index
+            if not running:
+                return
+            for future in wait(running, return_when=FIRST_COMPLETED).done:
+                self.results.put((running.pop(future), future.result()))
+
+    def end(self) -> None:
+        """Stop the processes, whatever they do."""
+        self._is_ended = True
+        while self.is_alive():
+            for worker in set(multiprocessing.active_children()) - self._others:
+                worker.terminate()
+            self.join(0.1)
 
 
 _work: Work
