@@ -37,6 +37,8 @@ class _Comparison:
             return True
         if type(one) is not type(other):
             return False
+        if type(one) in _VALUES:
+            return bool(one == other)
         if (id(one), id(other)) in self._assumed:
             return True
         self._assumed[id(one), id(other)] = one, other
@@ -46,10 +48,10 @@ class _Comparison:
         match one:
             case str():
                 return bool(one == other) or self._nameless(one, 0) == self._nameless(other, 1)
-            case int() | float() | bytes() | set() | frozenset() | RemovableHandle():
-                return isinstance(one, RemovableHandle) or bool(one == other)
-            case DeviceMesh():
+            case set() | frozenset() | DeviceMesh():
                 return bool(one == other)
+            case RemovableHandle():
+                return True
             case torch.Tensor():
                 return self._equal_tensors(one, other)
             case nn.Module():
@@ -83,10 +85,14 @@ class _Comparison:
     def _equal_modules(self, one: nn.Module, other: nn.Module) -> bool:
         of_one, of_other = dict(vars(one)), dict(vars(other))
         for name in [name for name in of_one if "hooks" in name]:  # by numbers that count all hooks of the process
-            if not self.equal(*([*(of.pop(name, None) or {}).values()] for of in (of_one, of_other))):
+            hooks, others = of_one.pop(name) or {}, of_other.pop(name, None) or {}
+            if (hooks or others) and not self.equal([*hooks.values()], [*others.values()]):
                 return False
         return self.equal(of_one, of_other)
 
+
+_VALUES = {int, float, bool, bytes, torch.dtype, torch.device, torch.Size}
+"""Types of which most of what is compared is, and which hold nothing."""
 
 _NUMBERS = ("_orig_param_uid",)
 """Attributes that number the objects of the process. FSDP has one."""

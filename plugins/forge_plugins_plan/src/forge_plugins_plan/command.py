@@ -14,6 +14,7 @@ from forge_core.commands.table import wrapped
 from forge_core.contracts.command import options_of
 from forge_core.errors import ConfigError
 from forge_core.job import catalog_of, load_job
+from forge_core.run.process import frozen_imports
 
 if TYPE_CHECKING:
     from forge_core.config.sections import Job
@@ -86,7 +87,10 @@ def plan(
     """
     job = load_job(config, overrides, catalog=obj.catalog, world_size=world_size, options=options_of(plan))
     from forge_plugins_plan.gpus import gpu_named
-    from forge_plugins_plan.report import make_plan
+
+    with frozen_imports():
+        from forge_plugins_plan.report import make_plan
+        from forge_plugins_plan.simulation import without_collections
 
     figures = _figures(ettr, step_seconds, assume)
     _refuse_idle(calibrate, out, calibration)
@@ -109,7 +113,8 @@ def plan(
             "planned, or measure this machine: --calibrate"
         )
     catalog = catalog_of(job, obj.catalog)
-    planned = make_plan(job, catalog, world_size, vocab_size, planned_gpu, ranks_per_node, machine)
+    with without_collections():
+        planned = make_plan(job, catalog, world_size, vocab_size, planned_gpu, ranks_per_node, machine)
     failed = next((stage for stage in planned.stages if stage.reason), None)
     told, seconds = None, planned.time.seconds if step_seconds is None and planned.time is not None else step_seconds
     if figures is not None and failed is None:

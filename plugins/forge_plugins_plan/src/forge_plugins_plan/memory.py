@@ -44,6 +44,23 @@ _UNSEEN = -2
 """It stands for something that is in no log."""
 
 
+@attrs.frozen(eq=False)
+class StandIn:
+    """The form of a tensor that has been seen."""
+
+    form: torch.Tensor
+    entry: _Storage
+
+    @property
+    def category(self) -> str:
+        return self.entry.category
+
+    @property
+    def is_live(self) -> bool:
+        """Whether it has not been freed."""
+        return self.entry.size > 0
+
+
 class MemoryLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
     """While it is active, every storage that an operation returns is noted, and when it is freed.
 
@@ -56,7 +73,7 @@ class MemoryLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
             recorder: makes entries of the log of what operations do, beside what they do to memory.
         """
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
-        self._recorder = recorder
+        self.recorder = recorder
         self.phase = "parameters"
         """The category of what is made now, unless an operation says more."""
         self.vocabulary: frozenset[int] = frozenset()
@@ -99,9 +116,22 @@ class MemoryLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
                     known_as=category, known_size=entry.size, category_then=entry.category
                 )
 
-    def adopt(self, tensor: torch.Tensor, like: torch.Tensor) -> None:
-        """See when ``tensor`` is freed, as if it had been made like another one; that it is made is not noted."""
-        category = next(entry.category for _, entry in self._entries({"": [like]}))
+    def stand_in(self, tensor: torch.Tensor) -> StandIn:
+        """The form of a tensor, and what becomes of it."""
+        (entry,) = (entry for _, entry in self._entries({"": [tensor]}))
+        with self.paused():
+            return StandIn(torch.empty_like(tensor), entry)
+
+    def unseen(self, like: StandIn) -> torch.Tensor:
+        """Make a tensor of which nothing is noted, neither now nor when it is freed."""
+        with self.paused():
+            tensor = torch.empty_like(like.form)
+        for storage in _storages(tensor):
+            self._watch(storage, _Storage(0, like.category, _UNSEEN))
+        return tensor
+
+    def adopt(self, tensor: torch.Tensor, category: str) -> None:
+        """See when ``tensor`` is freed. It counts as having been made in this category, which is not noted."""
         for storage in _storages(tensor):
             self._watch(storage, _Storage(storage.size(), category, _UNSEEN))
 
@@ -123,8 +153,8 @@ class MemoryLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         for tensor in tree_iter((result, args, kwargs) if gathers else result):
             if isinstance(tensor, torch.Tensor):
                 self._see(tensor, gathers)
-        if self._recorder is not None:
-            for work in self._recorder.works(func, args, kwargs or {}, result, self.phase):
+        if self.recorder is not None:
+            for work in self.recorder.works(func, args, kwargs or {}, result, self.phase):
                 self.log.append(self._equal.setdefault(work, work))
         return result
 
@@ -142,11 +172,11 @@ class MemoryLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
     def paused(self) -> Iterator[None]:
         """What is made meanwhile is not seen."""
         before, self._see = self._see, lambda *_: None  # type: ignore[method-assign]
-        recorder, self._recorder = self._recorder, None
+        recorder, self.recorder = self.recorder, None
         try:
             yield
         finally:
-            self._see, self._recorder = before, recorder  # type: ignore[method-assign]
+            self._see, self.recorder = before, recorder  # type: ignore[method-assign]
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
@@ -184,7 +214,8 @@ class MemoryLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
     def _forget(self, key: int) -> None:
         del self._watched[key]
         entry = self._live.pop(key)
-        self._change(entry, 0, entry.category)
+        if entry.size > 0:
+            self._change(entry, 0, entry.category)
 
     def _change(self, entry: _Storage, size: int, category: str) -> None:
         change = Change(entry.category, entry.size, category, size)

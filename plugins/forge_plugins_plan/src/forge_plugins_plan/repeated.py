@@ -18,9 +18,9 @@ from forge_plugins_plan.alike import alike
 from forge_plugins_plan.timeline import Change, Repeat, Tally, Timeline
 from forge_plugins_plan.work import Microbatch, Work
 
-_KEPT = 6
+_KEPT = 5
 """Times that a block is simulated. All but the first and the last must do the same to memory."""
-_FIRST = 4
+_FIRST = 3
 """Of these, so many are the first ones; the others are the last."""
 _LONGEST = 8
 """Blocks of different kinds that may take turns."""

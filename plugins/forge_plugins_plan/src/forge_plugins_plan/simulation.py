@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import count
@@ -29,6 +30,7 @@ from forge_core.train.build import BuiltModel, allocate, build_model, build_opti
 from forge_core.train.gradients import clip_gradients, global_norm, squared_norms
 from forge_plugins_plan.fused_norm import fused_norms
 from forge_plugins_plan.memory import CATEGORIES, MemoryLedger, bytes_of
+from forge_plugins_plan.microbatches import replayed
 from forge_plugins_plan.repeated import NotRepeatedError, Repetition, lengthened, repetitions, shortened
 from forge_plugins_plan.timeline import Tally, Timeline
 from forge_plugins_plan.work import Microbatch, Recorder
@@ -119,6 +121,18 @@ def simulate(
     return one.run(shorten=False)
 
 
+@contextmanager
+def without_collections() -> Iterator[None]:
+    """Simulations make many objects and hardly any garbage. To search for it takes a tenth of their time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 @attrs.frozen
 class _Simulation:
     job: Job
@@ -165,9 +179,12 @@ class _Simulation:
                 reason = "parameters and optimizer are in the host's memory, and of a step there is no telling what is"
                 return SimulatedRank(*told, None, reason, traffic, None)
             try:
-                with fake, ledger, nullcontext() if self.gpu is None else fused_norms():
+                fewer = replayed(ledger, self.job.train.grad_accumulation or 1) if shorten else nullcontext()
+                with fake, ledger, nullcontext() if self.gpu is None else fused_norms(), fewer:
                     memory, optimizer, run = self._step(mesh, built, build, ledger, found)
                 return SimulatedRank(*told, memory, "", traffic, optimizer, run)
+            except NotRepeatedError:
+                raise
             except Exception as error:  # of torch or of a plugin; what is known without a step still is
                 if found:
                     raise NotRepeatedError from error
@@ -195,7 +212,8 @@ class _Simulation:
         ledger.restart()
         scale = torch.ones(())
         LEDGER.start_step(scale)
-        with ledger.during("activations"), shortened(found, ledger.log), _marking(built, ledger.log):
+        marking = _marking(built.parts[0], ledger.log) if self.job.parallel.pp == 1 else nullcontext()
+        with ledger.during("activations"), shortened(found, ledger.log), marking:
             built.executor.run(microbatches, scale)
         n_of_run = len(ledger.log)
         if optimizer is None:
@@ -222,13 +240,9 @@ class _Simulation:
 
 
 @contextmanager
-def _marking(built: BuiltModel, log: list[Any]) -> Iterator[None]:
-    """Mark where microbatches begin, where there is one part, which all of them pass whole."""
-    if len(built.parts) > 1:
-        yield
-        return
+def _marking(part: nn.Module, log: list[Any]) -> Iterator[None]:
+    """Mark where microbatches begin that pass the whole model one after the other."""
     numbers = count()
-    part = built.parts[0]
     handle = part.register_forward_pre_hook(lambda *_: log.append(Microbatch(next(numbers))), prepend=True)
     try:
         yield
@@ -257,7 +271,7 @@ def _stand_in(found: Sequence[Repetition], ledger: MemoryLedger) -> None:
             if other.grad is not None:
                 with ledger.paused():
                     parameter.grad = torch.zeros_like(other.grad)
-                ledger.adopt(parameter.grad, other.grad)
+                ledger.adopt(parameter.grad, ledger.stand_in(other.grad).category)
 
 
 def _in_words(name: str, parameter: torch.Tensor) -> object:

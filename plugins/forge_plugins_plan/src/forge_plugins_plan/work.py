@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -84,6 +84,16 @@ class Recorder:
                     yield self._unread.pop(key)
         yield one
 
+    def unread(self, tensors: Iterable[torch.Tensor]) -> list[Work]:
+        """What has been asked of other ranks and not been read yet, of what comes into these tensors."""
+        return [work for one in tensors if (work := self._unread.get(one.untyped_storage()._cdata)) is not None]
+
+    def read(self, works: Iterable[Work]) -> None:
+        """Note that these of what was ``unread`` have been read."""
+        keys = {work: key for key, work in self._unread.items()}
+        for work in works:
+            del self._unread[keys[work]]
+
     def _work(self, func: Any, args: Any, kwargs: Mapping[str, Any], result: Any, during: str) -> Work | None:
         namespace, packet = func.namespace, func.overloadpacket
         if namespace in ("c10d", "_c10d_functional"):
@@ -130,7 +140,7 @@ class Recorder:
         of_fsdp, self._of_fsdp = self._of_fsdp, self._of_fsdp and kind == REDUCE_SCATTER  # HSDP's sum is behind it
         peer = int(args[2]) if kind in (SEND, RECEIVE) else -1
         dtype = _name(given[0].dtype) if given else ""
-        return Work(kind, during, dtype, 0.0, size, (), "", *group, peer, overlaps=of_fsdp)
+        return Work(kind, during, dtype, 0.0, size, (), "", *group, peer, overlaps=of_fsdp and peer < 0)
 
     def _group(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> tuple[int, int] | None:
         """How many ranks it has, and how many of them are in this rank's node; nothing if it has one."""
