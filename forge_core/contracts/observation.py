@@ -87,8 +87,10 @@ class Ends:
 
 
 class LaidOutPass(ParallelPass, Protocol):
-    """A pass of the phase ``shard``: it deals values to ranks. Without ``layout``, models it is applied to cannot be
-    observed."""
+    """A pass of the phase ``shard`` deals values to ranks; without ``layout``, models it is applied to cannot be
+    observed. One of the phase ``swap`` puts other modules in the place of some, and may have a ``layout`` that hides
+    what cannot be computed there any more, such as the pattern of an attention kernel with a mask of its own; without
+    it, nothing can be computed at modules of its own classes."""
 
     def layout(self, model: nn.Module) -> Mapping[str, Ends]:
         """Tell how values lie at the modules of one part of the model, be the passes applied or not.
