@@ -79,7 +79,7 @@ class Ends:
     """Parts by the index of an argument, or ``ANY``; an argument that is not there is whole on each rank."""
     output: tuple[Part, ...] = ()
     summed_inputs: Mapping[int, tuple[str, ...]] = attrs.field(factory=dict)
-    """Mesh axes over which the gradient of an argument is the sum of what ranks have."""
+    """Mesh axes over which the gradient of an argument, or of ``ANY``, is the sum of what ranks have."""
     summed_output: tuple[str, ...] = ()
     """The same of the output."""
     hidden: str = ""

@@ -128,7 +128,9 @@ def test_positions_of_images_and_layers_of_the_encoder_are_extracted(folder, cap
             assert torch.allclose(image.read(site, sample), seen[site][sample], atol=1e-5)
 
 
-@pytest.mark.parametrize("layout", [["parallel.tp=2", "model.cut_encoder=true"], ["parallel.pp=2"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "layout", [["parallel.tp=2", "model.cut_encoder=true"], ["parallel.pp=2"], ["parallel.cp=2"]], ids=" ".join
+)
 def test_layers_of_the_encoder_are_extracted_alike_in_layouts(folder, tmp_path, layout):
     command = ["extract", str(folder / "runs" / "shapes"), "--sites", "vision.layers.*.*", "--samples", "5"]
     command.append(f"data.path={folder}/shapes/held_out.json")

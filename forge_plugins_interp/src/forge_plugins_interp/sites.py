@@ -331,7 +331,7 @@ def lies(site: Site, layouts: Sequence[Mapping[str, Ends]]) -> tuple[list[Part],
             sums += ends.summed_output
         else:
             parts += ends.inputs.get(site.argument, ends.inputs.get(ANY, ()))
-            sums += ends.summed_inputs.get(site.argument, ())
+            sums += ends.summed_inputs.get(site.argument, ends.summed_inputs.get(ANY, ()))
     return parts, sums
 
 
