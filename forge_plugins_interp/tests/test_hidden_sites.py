@@ -30,6 +30,13 @@ def forge_parallel_passes():
             config="acme_kernels.kernel:Config",
             phase="swap",
         )
+    yield PassComponent(
+        name="mute",
+        summary="deals values to ranks, and does not say how",
+        factory="acme_kernels.kernel:Mute",
+        config="acme_kernels.kernel:Config",
+        phase="shard",
+    )
 """
 KERNEL = """
 from pathlib import Path
@@ -72,6 +79,10 @@ class Mum:
         for block in model.blocks.values():
             block.attention.core = Kernel(self.said)
         return model, [f"blocks.{layer}.attention.core" for layer in model.blocks]
+
+
+class Mute(Mum):
+    '''Says nothing about how values lie.'''
 
 
 class Frank(Mum):
@@ -144,6 +155,19 @@ def test_the_pattern_of_a_kernel_whose_mask_cannot_be_read_is_refused(run, forge
 
     read = forge(*extract, "blocks.*.z,blocks.*.resid_post")
     assert read.returncode == 0, read.stderr
+
+
+def test_a_pass_that_does_not_say_how_values_lie_is_refused_by_name(run, forge, tmp_path):
+    said, out = tmp_path / "said", tmp_path / "acts"
+    mute = f"parallel.passes.'acme-kernels:mute'={{said={str(said)!r}}}"
+
+    refused = forge("extract", run, "--sites", "blocks.*.resid_post", "--out", out, mute)
+
+    assert refused.returncode == 2
+    sentence = "error: parallel.passes.mute: this pass shares out values and has no layout"
+    assert sentence in refused.stderr
+    assert not out.exists()
+    assert not said.exists()
 
 
 def test_what_heads_write_is_refused_of_a_layer_with_an_adapter(run, tmp_path, capsys):
