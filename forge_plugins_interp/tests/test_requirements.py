@@ -26,6 +26,10 @@ REQUIREMENTS = {
             "a_query_that_sees_no_key_has_zeros",
             "packed_documents_do_not_see_each_other",
         ),
+        "test_explicit_attention": (
+            "explicit_attention_gives_what_the_kernel_gives",
+            "explicit_attention_gives_what_flex_attention_gives",
+        ),
     },
     "I-4 interventions with selectors, that can be written down and leave nothing behind": {
         "test_session": (
