@@ -213,7 +213,7 @@ class _Pool(threading.Thread):
                 self.results.put((running.pop(future), future.result()))
 
     def end(self) -> None:
-        """Stop the processes, whatever they do."""
+        """Stop the processes, busy or not."""
         self._is_ended = True
         while self.is_alive():
             for worker in set(multiprocessing.active_children()) - self._others:
