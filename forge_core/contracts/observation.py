@@ -79,7 +79,7 @@ class Ends:
     """Parts by the index of an argument, or ``ANY``; an argument that is not there is whole on each rank."""
     output: tuple[Part, ...] = ()
     summed_inputs: Mapping[int, tuple[str, ...]] = attrs.field(factory=dict)
-    """Mesh axes over which the gradient of an argument is the sum of what ranks have."""
+    """Mesh axes over which the gradient of an argument, or of ``ANY``, is the sum of what ranks have."""
     summed_output: tuple[str, ...] = ()
     """The same of the output."""
     hidden: str = ""
@@ -87,8 +87,10 @@ class Ends:
 
 
 class LaidOutPass(ParallelPass, Protocol):
-    """A pass of the phase ``shard``: it deals values to ranks. Without ``layout``, models it is applied to cannot be
-    observed."""
+    """A pass of the phase ``shard`` deals values to ranks; without ``layout``, models it is applied to cannot be
+    observed. One of the phase ``swap`` puts other modules in the place of some, and may have a ``layout`` that hides
+    what cannot be computed there any more, such as the pattern of an attention kernel with a mask of its own; without
+    it, nothing can be computed at modules of its own classes."""
 
     def layout(self, model: nn.Module) -> Mapping[str, Ends]:
         """Tell how values lie at the modules of one part of the model, be the passes applied or not.

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import csv
 import json
+import shutil
 
+import numpy as np
 import pytest
 import torch
 
@@ -12,7 +14,7 @@ from forge_core.cli import main
 from forge_core.config.builder import ComponentBuilder
 from forge_core.registry.discovery import discover
 from forge_plugins_interp.metrics.cka import linear_cka
-from forge_plugins_interp.store import Manifest, Store
+from forge_plugins_interp.store import Manifest, Store, write_index
 
 WORDS = ["alpha beta", "gamma", "delta eps", "zeta eta th", "iota", "kappa la", "mu nu xi o", "pi rho sig"]
 
@@ -132,6 +134,15 @@ def test_batches_of_cka_are_near_the_whole():
 def test_bad_input_is_a_sentence(stores, capsys, pair, options, message):
     assert main(["compare", *(str(stores[name]) for name in pair), *options]) == 2
     assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_store_that_has_an_id_twice_is_refused(stores, tmp_path, capsys):
+    shutil.copytree(stores["a"], tmp_path / "twice")
+    columns = dict(Store(stores["a"]).columns)
+    write_index(tmp_path / "twice", {**columns, "stimulus_id": np.array([*"01234566"])})
+
+    assert main(["compare", str(stores["a"]), str(tmp_path / "twice")]) == 2
+    assert "twice: stimulus_id '6' is there more than once" in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_store_that_is_not_complete_is_refused(stores, tmp_path, capsys):

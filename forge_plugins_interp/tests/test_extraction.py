@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import threading
 import time
 from pathlib import Path
 
+import attrs
 import numpy as np
 import pytest
 import torch
@@ -414,9 +416,22 @@ def test_a_store_of_something_else_is_not_gone_on_with(run, alone, capsys, tmp_p
     assert "has other files in it" in capsys.readouterr().err
 
 
-def test_a_full_disk_is_told_before_the_first_byte(run, tmp_path, capsys, monkeypatch):
-    import shutil
+@pytest.mark.parametrize("what", ["run", "step", "checkpoint", "data", "tokenizer"])
+def test_a_store_of_another_origin_is_not_gone_on_with(run, alone, capsys, tmp_path, what):
+    folder = tmp_path / "acts"
+    shutil.copytree(alone.folder, folder)
+    manifest = Manifest.read(folder)
+    other = {**manifest.origin, what: "another"}
+    attrs.evolve(manifest, origin=other, complete=False).write(folder)
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
 
+    assert extract(run, folder) == 2
+
+    assert f"a store is there already, of another {what}: another in place of" in capsys.readouterr().err
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
+
+
+def test_a_full_disk_is_told_before_the_first_byte(run, tmp_path, capsys, monkeypatch):
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
     assert extract(run, tmp_path / "out") == 2

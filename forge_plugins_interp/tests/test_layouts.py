@@ -23,7 +23,8 @@ from forge_plugins_interp.extraction import Request, extract
 from forge_plugins_interp.interventions import WholeIntervention
 from forge_plugins_interp.lenses.logit_lens import logit_lens
 from forge_plugins_interp.patching.metric import metric_named
-from forge_plugins_interp.patching.sweep import Prompts, sweep
+from forge_plugins_interp.patching.prompts import Prompts
+from forge_plugins_interp.patching.sweep import sweep
 from forge_plugins_interp.reduction import Reduction
 from forge_plugins_interp.session import Session, initial_session
 from forge_plugins_interp.store import Store

@@ -10,7 +10,9 @@ from forge_plugins_interp.interventions import Patch
 from forge_plugins_interp.lenses.attribution import attribute
 from forge_plugins_interp.lenses.logit_lens import lens_rows, logit_lens
 from forge_plugins_interp.patching.metric import metric_named
-from forge_plugins_interp.patching.sweep import Prompts, path_patch, sweep
+from forge_plugins_interp.patching.paths import path_sweep
+from forge_plugins_interp.patching.prompts import Prompts
+from forge_plugins_interp.patching.sweep import sweep
 
 TOKENS = torch.tensor([[10, 20, 30, 40, 50]])
 CORRUPT = torch.tensor([[10, 21, 30, 40, 50]])
@@ -148,16 +150,70 @@ def test_gradients_estimate_small_changes(session):
         assert torch.allclose(estimate, exact, atol=0.05), method
 
 
-def test_a_path_through_everything_is_the_whole_effect(session, prompts):
-    whole = path_patch(session, prompts, "embed", "blocks.1.resid_post", [])
-    through_attention = path_patch(
-        session, prompts, "blocks.0.attn_out", "blocks.1.resid_post", ["blocks.1.attn_out", "blocks.*.mlp_out"]
-    )
-    direct = sweep(session, prompts, ["blocks.0.attn_out"])
+@torch.no_grad()
+def through_one_path(model, clean, corrupt, place):
+    """Logits of the corrupt prompt, into which the clean output of the first layer's attention comes by one path: it
+    is added to what the second layer's attention reads, and to nothing else."""
+    first, second = model.blocks["0"], model.blocks["1"]
+    seen = []
+    handles = [
+        first.attention.register_forward_hook(lambda _, __, output: seen.append(output)),
+        second.register_forward_pre_hook(lambda _, args: seen.append(args)),
+    ]
+    model(clean)
+    model(corrupt)
+    for handle in handles:
+        handle.remove()
+    of_clean, _, of_corrupt, (hidden, surroundings, *_) = seen
+    change = torch.zeros_like(hidden)
+    change[:, place] = (of_clean - of_corrupt)[:, place]
+    received = second.mixed(hidden + change, surroundings, None)
+    added = hidden + received
+    return model.head(model.norm(added + second.changed(added, surroundings, generates=False)))
 
-    assert whole == pytest.approx(1, abs=1e-4)
-    assert abs(through_attention) < 1
-    assert through_attention != pytest.approx(sum(row["effect"] for row in direct), abs=1e-3)
+
+def test_a_path_is_patched_as_its_definition_says(session, prompts):
+    """In both directions: the answer brought back into the corrupt prompt, and taken from the clean one."""
+    swapped = Prompts(CORRUPT, TOKENS, prompts.metric)
+    for pair in (prompts, swapped):
+        (row,) = path_sweep(session, pair, ["blocks.0.attn_out"], ["blocks.1.attn_out"])
+        places = path_sweep(session, pair, ["blocks.0.attn_out"], ["blocks.1.attn_out"], by=["position"])
+
+        model = session.built.parts[0]
+        with torch.no_grad():
+            clean, corrupt = (float(prompts.metric(model(one))) for one in (pair.clean, pair.corrupt))
+        for place, found in [(slice(None), row), *enumerate(places)]:
+            value = float(prompts.metric(through_one_path(model, pair.clean, pair.corrupt, place)))
+            assert found["value"] == pytest.approx(value, abs=1e-5)
+            assert found["effect"] == pytest.approx((value - corrupt) / (clean - corrupt), abs=1e-4)
+        assert abs(row["value"] - corrupt) > 1e-4
+        assert (row["site"], row["to"]) == ("blocks.0.attn_out", "blocks.1.attn_out")
+        assert [one["position"] for one in places] == [0, 1, 2, 3, 4]
+    assert row["effect"] != pytest.approx(sum(one["effect"] for one in sweep(session, pair, ["blocks.0.attn_out"])))
+
+
+def test_a_path_that_nothing_is_frozen_beside_is_the_whole_effect(session, prompts):
+    (row,) = path_sweep(session, prompts, ["embed"], ["blocks.1.resid_post"], frozen=[])
+
+    assert row["effect"] == pytest.approx(1, abs=1e-4)
+
+
+def test_paths_lead_from_each_sender_to_each_later_receiver(session, prompts):
+    rows = path_sweep(session, prompts, ["blocks.*.z"], ["blocks.*.mlp_in"], by=["head", "position"])
+
+    paths = list(dict.fromkeys((row["site"][7], row["to"][7]) for row in rows))
+    assert paths == [("0", "0"), ("0", "1"), ("1", "1")]
+    assert len(rows) == 3 * 4 * 5
+    assert max(abs(row["effect"]) for row in rows) > 1e-5
+
+
+@pytest.mark.parametrize("sender", ["blocks.0.attn_in", "blocks.0.z", "blocks.0.attn_out"])
+def test_a_layer_that_the_sender_acts_by_is_not_frozen(session, prompts, sender):
+    (row,) = path_sweep(session, prompts, [sender], ["blocks.1.resid_post"])
+    (expected,) = path_sweep(session, prompts, ["blocks.0.attn_out"], ["blocks.1.resid_post"])
+
+    assert row["effect"] == pytest.approx(expected["effect"], abs=1e-4)
+    assert abs(row["effect"]) > 1e-3
 
 
 def test_metrics_are_their_formulas():

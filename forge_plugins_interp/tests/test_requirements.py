@@ -26,6 +26,10 @@ REQUIREMENTS = {
             "a_query_that_sees_no_key_has_zeros",
             "packed_documents_do_not_see_each_other",
         ),
+        "test_explicit_attention": (
+            "explicit_attention_gives_what_the_kernel_gives",
+            "explicit_attention_gives_what_flex_attention_gives",
+        ),
     },
     "I-4 interventions with selectors, that can be written down and leave nothing behind": {
         "test_session": (
@@ -95,6 +99,7 @@ REQUIREMENTS = {
             "the_lens_of_the_last_layer_is_what_the_model_predicts",
             "contributions_add_up_to_the_logit",
             "patching_everything_of_a_layer_brings_everything_back",
+            "a_path_is_patched_as_its_definition_says",
         ),
         "test_tuned_lens": ("gradients_are_those_of_the_formula", "layers_predict_more_of_what_the_model_predicts"),
     },
@@ -108,7 +113,11 @@ REQUIREMENTS = {
     },
     "I-17 pictures": {
         "test_commands": ("forge_attention_draws",),
-        "test_lens_commands": ("forge_lens_prints_and_draws", "forge_patch_prints_and_draws"),
+        "test_lens_commands": (
+            "forge_lens_prints_and_draws",
+            "forge_patch_prints_and_draws",
+            "forge_patch_of_paths_prints_and_draws",
+        ),
         "test_features": ("the_report_of_an_autoencoder_has_cards_of_latents",),
     },
     "I-18 routing and experts": {

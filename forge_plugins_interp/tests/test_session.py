@@ -57,6 +57,66 @@ def test_a_query_that_sees_no_key_has_zeros():
     assert (found[..., 0, :] == 0).all()
 
 
+@pytest.mark.parametrize(
+    ("mask", "kind"),
+    [
+        (torch.zeros(3, 3), "a tensor of torch.float32"),
+        (frozenset(), "a frozenset"),
+    ],
+    ids=["additive", "of its own kind"],
+)
+def test_a_mask_that_cannot_be_read_is_a_sentence(session, mask, kind):
+    """A kernel of another package takes masks of its own; the model still declares that its pattern is computed."""
+
+    class TheirKernel(torch.nn.Module):
+        softcap = None
+
+        def forward(self, q, k, v, mask, causal, *_, **__):
+            return v.repeat_interleave(2, 1)
+
+    attention = session.built.parts[0].blocks["1"].attention
+    ours, attention.core = attention.core, TheirKernel()
+    attention.core.register_forward_pre_hook(lambda _, args: (*args[:3], mask, False))
+    sites = Sites.of(session.built.parts, [], session.context.mesh, ComponentBuilder(discover()))
+    again = attrs.evolve(session, sites=sites)
+    message = (
+        rf"site blocks.1.attn_pattern: the mask that .*TheirKernel is given cannot be read: it is {kind}, and must"
+    )
+    try:
+        with torch.no_grad(), pytest.raises(ConfigError, match=message), again.observe("blocks.1.attn_pattern"):
+            again.model(TOKENS)
+        with torch.no_grad(), again.observe("blocks.1.z"):
+            again.model(TOKENS)
+    finally:
+        attention.core = ours
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("decides", [None, lambda batch, head, query, key: query >= key], ids=["by blocks", "causal"])
+def test_blocks_of_a_mask_are_read_as_kernels_read_them(decides):
+    """Those that are listed as full are seen whole, and ``mask_mod`` decides in those that are listed as partial."""
+    from torch.nn.attention.flex_attention import BlockMask
+
+    from forge_plugins_dense.attention import AttentionCore
+    from forge_plugins_dense.attention_sites import pattern
+
+    partial, full = [[0], [1, 0], [0, 2]], [[], [], [1]]
+    listed = []
+    for rows in (partial, full):
+        listed.append(torch.tensor([[[len(row) for row in rows]]], dtype=torch.int32))
+        listed.append(torch.tensor([[[[*row, *(3 - len(row)) * [0]] for row in rows]]], dtype=torch.int32))
+    mask = BlockMask.from_kv_blocks(*listed, BLOCK_SIZE=4, mask_mod=decides, seq_lengths=(11, 11))
+    q, k, v = torch.randn(3, 1, 2, 11, 4, generator=torch.Generator().manual_seed(0))
+
+    seen = pattern(AttentionCore("auto"), q, k, v, mask, False)[0, 1] > 0
+
+    for query in range(11):
+        for key in range(11):
+            is_partial, is_full = (key // 4 in rows[query // 4] for rows in (partial, full))
+            expected = is_full or (is_partial and (decides is None or query >= key))
+            assert bool(seen[query, key]) == expected, (query, key)
+
+
 @torch.no_grad()
 def test_packed_documents_do_not_see_each_other(session):
     document = torch.arange(12).div(5, rounding_mode="floor").expand(2, -1)

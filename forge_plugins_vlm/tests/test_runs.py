@@ -19,7 +19,7 @@ from forge_core.errors import ConfigError
 from forge_core.train import metrics
 from forge_plugins_interp.extraction import Request, extract
 from forge_plugins_interp.reduction import Reduction
-from forge_plugins_interp.session import inputs_of
+from forge_plugins_interp.session import Session, inputs_of
 from forge_plugins_interp.store import Store
 from forge_testing.json_output import json_of
 from parity_matrix.cells import TRAININGS
@@ -128,7 +128,9 @@ def test_positions_of_images_and_layers_of_the_encoder_are_extracted(folder, cap
             assert torch.allclose(image.read(site, sample), seen[site][sample], atol=1e-5)
 
 
-@pytest.mark.parametrize("layout", [["parallel.tp=2", "model.cut_encoder=true"], ["parallel.pp=2"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "layout", [["parallel.tp=2", "model.cut_encoder=true"], ["parallel.pp=2"], ["parallel.cp=2"]], ids=" ".join
+)
 def test_layers_of_the_encoder_are_extracted_alike_in_layouts(folder, tmp_path, layout):
     command = ["extract", str(folder / "runs" / "shapes"), "--sites", "vision.layers.*.*", "--samples", "5"]
     command.append(f"data.path={folder}/shapes/held_out.json")
@@ -147,7 +149,7 @@ def test_layers_of_the_encoder_are_extracted_alike_in_layouts(folder, tmp_path, 
 
 
 class TwoImages:
-    """Samples of a source, each with its image twice."""
+    """A source whose third sample has its image twice, and which knows no more than what it reads."""
 
     fingerprint = "two"
 
@@ -159,17 +161,60 @@ class TwoImages:
 
     def read(self, indices):
         batch = self.source.read(indices)
-        return batch | {"pixels": np.concatenate([batch["pixels"]] * 2, axis=1)}
+        several = 1 + int(2 in indices)
+        return batch | {"pixels": np.concatenate([batch["pixels"]] * several, axis=1)}
 
 
-def test_layers_of_the_encoder_with_several_images_a_sample_are_not_extracted(folder, tmp_path):
+class TwoImagesUndescribed(TwoImages):
+    """It does not even describe its entries."""
+
+    def __init__(self, source):
+        super().__init__(source)
+        del self.entries
+
+
+@pytest.mark.parametrize(
+    ("kind", "sentence", "runs"),
+    [
+        (TwoImages, "sample 2 has 2 images or tiles;", False),
+        (TwoImagesUndescribed, "have several images or tiles;", True),
+    ],
+)
+def test_layers_of_the_encoder_with_several_images_a_sample_are_not_extracted(
+    folder, tmp_path, monkeypatch, kind, sentence, runs
+):
+    """Nor does the model run, where the source describes what it reads."""
+    if not runs:
+        monkeypatch.setattr(Session, "run_batch", lambda *_: pytest.fail("the model ran"))
     with interp.open(folder / "runs" / "shapes") as session:
-        source = TwoImages(session.open_data([f"data.path={folder}/shapes/held_out.json"]))
+        source = kind(session.open_data([f"data.path={folder}/shapes/held_out.json"]))
         request = Request(out=tmp_path / "acts", sites=["vision.layers.1.resid_post"], reduction=Reduction())
-        with pytest.raises(ConfigError, match=r"site vision\.layers\.1\.resid_post: .* have several images or tiles;"):
+        with pytest.raises(ConfigError, match=rf"site vision\.layers\.1\.resid_post: .* {sentence}"):
             extract(session, source, request, print)
 
     assert not (tmp_path / "acts").exists()
+
+
+@pytest.mark.parametrize("ranks", [[], ["--nproc", "2", "parallel.pp=2"]], ids=["one process", "pp2"])
+def test_a_late_sample_with_several_images_is_told_before_the_model_runs(folder, tmp_path, ranks):
+    conversations = json.loads((folder / "shapes" / "held_out.json").read_text())
+    late = conversations[6]
+    late["image"] = [late["image"], conversations[5]["image"]]
+    late["conversations"][0]["value"] = "<image>" + late["conversations"][0]["value"]
+    data = folder / "shapes" / "late.json"
+    data.write_text(json.dumps(conversations))
+    out = tmp_path / "acts"
+    command = [sys.executable, "-m", "forge_core", "extract", str(folder / "runs" / "shapes"), *ranks]
+    command += ["--out", str(out), f"data.path={data}", "train.batch_size=2", "train.seq_len=40", "--sites"]
+
+    done = fork_server.run([*command, "image_features"], capture_output=True, text=True, timeout=200)
+
+    assert done.returncode == 2, done.stderr
+    assert "site image_features: a store has a row for each sample, and sample 6 has 2 images or tiles" in done.stderr
+    assert "counting" not in done.stderr
+    assert not out.exists()
+    done = fork_server.run([*command, "blocks.0.resid_post"], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_batch_of_prompts_takes_its_images_in_order(folder, capsys):

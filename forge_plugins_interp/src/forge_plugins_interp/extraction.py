@@ -26,7 +26,7 @@ from forge_plugins_interp.observation import observe
 from forge_plugins_interp.placement import whole
 from forge_plugins_interp.principal_components import Moments, PrincipalComponents
 from forge_plugins_interp.reduction import Reduction, token_mask
-from forge_plugins_interp.sample_check import refuse_short_samples
+from forge_plugins_interp.sample_check import refuse_several_tiles, refuse_short_samples
 from forge_plugins_interp.session import ObservedModel, read_batch, refuse_unseen
 from forge_plugins_interp.shard_writer import ShardPart, ShardWriter
 from forge_plugins_interp.sites import PlacedSite
@@ -92,10 +92,11 @@ class _Extraction:
         """Check the samples, find shapes, claim the folder, write all shards that are missing, and then the index."""
         request = self.request
         ids = request.columns.get("stimulus_id", np.arange(self.n_samples))[: self.n_samples]
+        how: Any = {"batch_size": self.batch_size, "mesh": self.mesh, "log": self.log}
         if "position" in self.session.batch_dims:
-            refuse_short_samples(
-                self.source, request.reduction, ids, batch_size=self.batch_size, mesh=self.mesh, log=self.log
-            )
+            refuse_short_samples(self.source, request.reduction, ids, **how)
+        of_tiles = [placed.name for placed in self.chosen if placed.site.dims[0] == "tile"]
+        refuse_several_tiles(self.source, of_tiles, ids, **how)
         with torch.no_grad(), observe(self.chosen, self._take):
             if request.reduction.directions == "principal":
                 self._fit_components()

@@ -118,7 +118,11 @@ def _hook_computed(placed: PlacedSite, hook: Hook) -> RemovableHandle:
     own = {"part": functools.partial(own_part, cuts=placed.beyond_argument)} if site.where == "output" else {}
 
     def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        changed = hook(compute(module, *args, **kwargs, **site.options))
+        try:
+            computed = compute(module, *args, **kwargs, **site.options)
+        except ConfigError as error:
+            raise ConfigError(f"site {placed.name}: {error}") from error
+        changed = hook(computed)
         if changed is None:
             return None
         assert replace is not None, "refused before"

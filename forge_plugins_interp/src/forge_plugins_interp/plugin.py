@@ -42,6 +42,7 @@ def forge_commands() -> Iterable[Command]:
         name="patch",
         summary="where in a model the answer to a prompt is",
         run="forge_plugins_interp.patch_command:patch",
+        ranks=True,
     )
     yield Command(
         name="probe",

@@ -359,7 +359,7 @@ def initial_session(job: Job, catalog: Catalog, vocab_size: int, device: torch.d
         job: for as many ranks.
     """
     mesh, build = build_mesh(job, device), ComponentBuilder(catalog)
-    context = PassContext(mesh, job, device)
+    context = PassContext(mesh, job, device, entries=job.data.config.entries())
     built = build_model(context, vocab_size, sort_passes(job, catalog), build)
     for part in built.parts:
         part.eval()
@@ -395,7 +395,7 @@ def open_session(
     job = given.load(overrides)
     of_job = catalog_of(job, catalog)
     stack, build = ExitStack(), ComponentBuilder(of_job)
-    model = stack.enter_context(opened(checkpoint, job, of_job, log))
+    model = stack.enter_context(opened(checkpoint, job, of_job, log, entries=job.data.config.entries()))
     for part in model.model.parts:
         part.eval()
 

@@ -14,7 +14,7 @@ from forge_core.contracts.observation import Site
 from forge_core.errors import ConfigError
 from forge_core.registry.catalog import Catalog
 from forge_plugins_interp.session import Session, inputs_of, needed_entries, read_batch
-from forge_plugins_interp.sites import PassLayout, PlacedSite, dim_of, lies
+from forge_plugins_interp.sites import PassLayout, PlacedSite, dim_of, hidden_by, lies
 
 _SAMPLES, _POSITIONS = 3, 8
 """Of the batch by which shapes are found; no size of a model is likely to be both."""
@@ -49,7 +49,7 @@ def site_rows(session: Session, catalog: Catalog, patterns: Sequence[str]) -> li
         catalog: its passes of the phase ``shard`` say how they would cut.
     """
     tokens, inputs = _inputs(session)
-    chosen = session.sites.chosen(patterns or list(session.sites.here))
+    chosen = session.sites.chosen(patterns or [name for name, one in session.sites.here.items() if not one.hidden])
     with session.observe(*(placed.name for placed in chosen)) as seen, torch.no_grad():
         session.model(tokens, **inputs)
     layouts = _layouts(session, catalog)
@@ -90,8 +90,10 @@ def _dim(placed: PlacedSite, layout: PassLayout) -> str:
     try:
         if placed.batch is not None:
             layout.refuse_unsaid(placed.name, site)
-        parts, _ = lies(placed.name, site, [layout.ends])
     except ConfigError:
         return "hidden"
+    if hidden_by(site, [layout.ends]):
+        return "hidden"
+    parts, _ = lies(site, [layout.ends])
     dims = {dim % len(site.dims) for part in parts if (dim := dim_of(site, part)) is not None}
     return ", ".join(site.dims[dim] for dim in sorted(dims))

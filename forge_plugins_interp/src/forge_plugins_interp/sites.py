@@ -48,6 +48,8 @@ class PlacedSite:
     """Of one that is computed and lies as the output: the cuts that the argument does not have."""
     batch: BatchShape | None = None
     """Of a module by name, of whose value the model declares nothing."""
+    hidden: str = ""
+    """Why it cannot be computed in this layout, if that is so."""
 
 
 @attrs.frozen(eq=False)
@@ -120,13 +122,18 @@ class Sites:
         declares means modules (``blocks.*.attention.o``, ``blocks.*.attention.o.input``).
 
         Raises:
-            ConfigError: a pattern means no site of any stage; or a pass does not say how the values of a module lie.
+            ConfigError: a pattern means no site of any stage; or a pass does not say how the values of a module lie,
+                or hides what would be computed of them.
         """
         wanted: dict[str, None] = {}
         for pattern in patterns:
             wanted |= dict.fromkeys(self.names(pattern))
         modules = [place() for name, place in self.modules.items() if name in wanted and name not in self.here]
-        return [self.here[name] for name in self.here if name in wanted] + modules
+        found = [self.here[name] for name in self.here if name in wanted] + modules
+        for placed in found:
+            if placed.hidden:
+                raise ConfigError(f"site {placed.name}: {placed.hidden}")
+        return found
 
     def names(self, pattern: str) -> list[str]:
         """The names on all stages that a pattern means.
@@ -182,6 +189,8 @@ class PassLayout:
     """Names that it serves."""
     parts: Sequence[Mapping[str, Ends]]
     """The ends of the modules of each part of the model."""
+    deals: bool = True
+    """It deals values to ranks; else it has no more to say than what it hides."""
 
     def of_part(self, number: int) -> PassLayout:
         """The same of one part alone."""
@@ -201,7 +210,7 @@ class PassLayout:
         Raises:
             ConfigError: the pass does not say how it lies, or says so by the name of a dimension.
         """
-        parts, _ = lies(name, site, [self.ends])
+        parts, _ = lies(site, [self.ends])
         is_named = site.module in self.ends or "" in self.ends
         if not is_named or any(isinstance(part.dim, str) and part.dim not in site.dims for part in parts):
             one = " and ".join(f"parallel.{axis} = 1" for axis in self.axes) or f"parallel.passes.{self.name} taken out"
@@ -212,24 +221,43 @@ class PassLayout:
 
 
 def layouts_of(parts: Sequence[nn.Module], passes: Iterable[ComponentRef], build: ComponentBuilder) -> list[PassLayout]:
-    """How each pass that shares out values has them lie, in the order of application.
+    """How each pass that shares out values has them lie, in the order of application; and what a pass hides that has
+    put modules of its own in the place of others.
 
     Raises:
-        ConfigError: one does not say.
+        ConfigError: one that shares out values does not say.
     """
     found = []
     for use in passes:
         description = build.description_of(use)
-        if description.phase != "shard":
+        if description.phase not in ("shard", "swap"):
             continue
-        one = build(use)
-        if not hasattr(one, "layout"):
+        one, deals = build(use), description.phase == "shard"
+        if hasattr(one, "layout"):
+            ends: list[Mapping[str, Ends]] = [one.layout(part) for part in parts]
+        elif deals:
             raise ConfigError(
                 f"parallel.passes.{use.name}: this pass shares out values and has no layout, so that a model "
                 "it is applied to cannot be observed; take it out, or ask its author for layout"
             )
-        found.append(PassLayout(use.name, description.serves, [one.layout(part) for part in parts]))
+        else:
+            hidden = Ends(
+                hidden=f"the pass {use.name} has put a module of its own there, and has no layout that says what can "
+                f"be computed; take parallel.passes.{use.name} out, or ask its author for layout"
+            )
+            ends = [dict.fromkeys(_modules_from(one, part), hidden) for part in parts]
+        found.append(PassLayout(use.name, description.serves, ends, deals))
     return found
+
+
+def _modules_from(one: object, part: nn.Module) -> list[str]:
+    """The modules whose class is of the package that a pass is of."""
+    package = _package(one)
+    return [name for name, module in by_canonical_name(part).items() if _package(module) == package]
+
+
+def _package(thing: object) -> str:
+    return type(thing).__module__.partition(".")[0]
 
 
 def by_canonical_name(model: nn.Module) -> dict[str, nn.Module]:
@@ -267,13 +295,15 @@ class _Placing:
     def _module(self, name: str, site: Site, batch: BatchShape | None) -> PlacedSite:
         if batch is not None:
             for layout in self.layouts:
-                if any(self.mesh.degrees.get(axis, 1) > 1 for axis in layout.axes) or not layout.axes:
+                if layout.deals and (
+                    any(self.mesh.degrees.get(axis, 1) > 1 for axis in layout.axes) or not layout.axes
+                ):
                     layout.refuse_unsaid(name, site)
         return attrs.evolve(self._place(name, site), batch=batch)
 
     def _place(self, name: str, site: Site) -> PlacedSite:
         mesh = self.mesh
-        parts, sums = lies(name, site, [one.ends for one in self.layouts])
+        parts, sums = lies(site, [one.ends for one in self.layouts])
         order = list(mesh.degrees)
         outermost_first = sorted(parts, key=lambda part: order.index(part.axis))
         cuts = [
@@ -285,30 +315,36 @@ class _Placing:
         is_compiled = any(module._compiled_call_impl is not None for module in self.by_name.values())
         beyond: Sequence[Cut] = ()
         if site.compute and site.where == "output":
-            given, _ = lies(name, attrs.evolve(site, where="input"), [one.ends for one in self.layouts])
+            given, _ = lies(attrs.evolve(site, where="input"), [one.ends for one in self.layouts])
             beyond = [cut for cut in cuts if cut.axis not in {part.axis for part in given}]
-        return PlacedSite(name, site, self.by_name[site.module], cuts, groups, is_compiled, beyond)
+        hidden = hidden_by(site, [one.ends for one in self.layouts])
+        return PlacedSite(name, site, self.by_name[site.module], cuts, groups, is_compiled, beyond, hidden=hidden)
 
 
-def lies(name: str, site: Site, layouts: Sequence[Mapping[str, Ends]]) -> tuple[list[Part], list[str]]:
-    """The parts of a site that its ranks have by all passes, and the axes over which its gradient is a sum.
-
-    Raises:
-        ConfigError: it is computed, and a pass says that this cannot be done.
-    """
+def lies(site: Site, layouts: Sequence[Mapping[str, Ends]]) -> tuple[list[Part], list[str]]:
+    """The parts of a site that its ranks have by all passes, and the axes over which its gradient is a sum."""
     parts: list[Part] = []
     sums: list[str] = []
-    for layout in layouts:
-        for ends in filter(None, (layout.get(module) for module in dict.fromkeys(("", site.module)))):
-            if ends.hidden and site.compute:
-                raise ConfigError(f"site {name}: {ends.hidden}")
-            if site.where == "output":
-                parts += ends.output
-                sums += ends.summed_output
-            else:
-                parts += ends.inputs.get(site.argument, ends.inputs.get(ANY, ()))
-                sums += ends.summed_inputs.get(site.argument, ())
+    for ends in _ends_at(site, layouts):
+        if site.where == "output":
+            parts += ends.output
+            sums += ends.summed_output
+        else:
+            parts += ends.inputs.get(site.argument, ends.inputs.get(ANY, ()))
+            sums += ends.summed_inputs.get(site.argument, ends.summed_inputs.get(ANY, ()))
     return parts, sums
+
+
+def hidden_by(site: Site, layouts: Sequence[Mapping[str, Ends]]) -> str:
+    """Why a site cannot be computed, by the first pass that says so; empty if it can."""
+    found = (ends.hidden for ends in _ends_at(site, layouts) if ends.hidden)
+    return next(found, "") if site.compute else ""
+
+
+def _ends_at(site: Site, layouts: Sequence[Mapping[str, Ends]]) -> list[Ends]:
+    """What passes say of all modules, and of that of the site."""
+    modules = dict.fromkeys(("", site.module))
+    return [layout[module] for layout in layouts for module in modules if module in layout]
 
 
 def dim_of(site: Site, part: Part) -> int | None:

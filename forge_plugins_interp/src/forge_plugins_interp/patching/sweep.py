@@ -10,39 +10,19 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import product
 from typing import Literal
 
-import attrs
 import torch
 
-from forge_core.errors import ConfigError, nearest_hint
-from forge_plugins_interp.interventions import Patch, Replace, WholeIntervention
-from forge_plugins_interp.patching.metric import Metric
+from forge_plugins_interp.interventions import Replace
+from forge_plugins_interp.patching.places import PatchPlaces, Place, groups_of_places, refuse_dims
+from forge_plugins_interp.patching.prompts import Prompts, Span, refuse_pipeline
 from forge_plugins_interp.placement import own_part, summed, whole
 from forge_plugins_interp.session import Session
 from forge_plugins_interp.sites import PlacedSite
 from forge_plugins_interp.tidy_table import Row
 
 Method = Literal["patching", "attribution", "integrated_gradients"]
-_TOGETHER = 16
-"""Places that are patched in one forward, each in a copy of the prompt."""
 _STEPS = 8
 """Points of the path of integrated gradients."""
-
-
-@attrs.frozen
-class Prompts:
-    """Two prompts of equal length, and what they are measured by."""
-
-    clean: torch.Tensor
-    """``(1, S)`` int64."""
-    corrupt: torch.Tensor
-    metric: Metric
-
-    def __attrs_post_init__(self) -> None:
-        if self.clean.shape != self.corrupt.shape:
-            raise ConfigError(
-                f"the clean prompt has {self.clean.shape[1]} tokens, and the corrupt one {self.corrupt.shape[1]}; "
-                "patching needs equally many"
-            )
 
 
 def sweep(
@@ -70,59 +50,27 @@ def sweep(
     Raises:
         ConfigError: a site has no such dimension, or the prompts differ in nothing that the metric sees.
     """
-    if session.context.mesh.degrees["pp"] > 1:
-        raise ConfigError("patching needs the logits on all ranks; open the model with parallel.pp=1")
+    refuse_pipeline(session)
     chosen = session.sites.chosen(sites)
     names = [placed.name for placed in chosen]
     with torch.no_grad():
         with session.observe(*names) as clean:
-            of_clean = float(prompts.metric(_logits(session, prompts.clean)))
+            of_clean = float(prompts.measure(session, prompts.clean))
         for placed in chosen:
-            _refuse_dims(placed, by)
+            refuse_dims(placed, by)
         with session.observe(*names) as corrupt:
-            of_corrupt = float(prompts.metric(_logits(session, prompts.corrupt)))
-    if abs(of_clean - of_corrupt) < 1e-7:
-        raise ConfigError(f"the metric is {of_clean:.6g} for both prompts, so that nothing can be brought back")
+            of_corrupt = float(prompts.measure(session, prompts.corrupt))
+    span = Span(of_clean, of_corrupt)
     values = _METHODS[method](session, prompts, chosen, clean, corrupt, by)
     rows: list[Row] = []
     for placed in chosen:
         for place, change in values[placed.name].items():
             value = change if method == "patching" else of_corrupt + change
-            effect = (value - of_corrupt) / (of_clean - of_corrupt)
-            rows.append({"site": placed.name, **dict(zip(by, place, strict=True)), "value": value, "effect": effect})
+            at = dict(zip(by, place, strict=True))
+            rows.append({"site": placed.name, **at, "value": value, "effect": span.effect(value)})
     return rows
 
 
-def path_patch(session: Session, prompts: Prompts, sender: str, receiver: str, frozen: Sequence[str]) -> float:
-    """The effect of ``sender`` through ``receiver`` alone (Goldowsky-Dill et al. 2023, arXiv 2304.05969).
-
-    First the corrupt prompt is run with the sender's clean value, while ``frozen`` keep their corrupt ones, to see what
-    the receiver then has; second, with that at the receiver alone.
-
-    Args:
-        frozen: names or patterns of the sites by which the sender could act otherwise, such as
-            ``["blocks.*.attn_out", "blocks.*.mlp_out"]``. The sender is none of them.
-
-    Returns:
-        As ``effect`` in ``sweep``.
-    """
-    kept = [placed.name for placed in session.sites.chosen(frozen) if placed.name not in (sender, receiver)]
-    with torch.no_grad():
-        with session.observe(sender) as clean:
-            of_clean = float(prompts.metric(_logits(session, prompts.clean)))
-        with session.observe(*kept, receiver) as corrupt:
-            of_corrupt = float(prompts.metric(_logits(session, prompts.corrupt)))
-        changes = [Patch(sender, source=clean), *(Patch(name, source=corrupt) for name in kept)]
-        with session.intervene(*changes), session.observe(receiver) as through:
-            session.model(prompts.corrupt)
-        with session.intervene(Patch(receiver, source=through)):
-            patched = float(prompts.metric(_logits(session, prompts.corrupt)))
-    if abs(of_clean - of_corrupt) < 1e-7:
-        raise ConfigError(f"the metric is {of_clean:.6g} for both prompts, so that nothing can be brought back")
-    return (patched - of_corrupt) / (of_clean - of_corrupt)
-
-
-Place = tuple[int, ...]
 Values = Mapping[str, torch.Tensor]
 
 
@@ -133,13 +81,11 @@ def _by_patching(
     found: dict[str, dict[Place, float]] = {}
     for placed in chosen:
         found[placed.name] = {}
-        places = _places(placed, clean[placed.name], by)
-        for start in range(0, len(places), _TOGETHER):
-            some = places[start : start + _TOGETHER]
-            change = _PatchRows(placed.name, source=clean[placed.name], dims=by, places=some)
+        for places in groups_of_places(placed, clean[placed.name], by):
+            change = PatchPlaces(placed.name, source=clean[placed.name], dims=by, places=places)
             with torch.no_grad(), session.intervene(change):
-                measured = prompts.metric(_logits(session, prompts.corrupt.expand(len(some), -1)))
-            found[placed.name] |= dict(zip(some, measured.tolist(), strict=True))
+                measured = prompts.measure(session, prompts.corrupt.expand(len(places), -1))
+            found[placed.name] |= dict(zip(places, measured.tolist(), strict=True))
     return found
 
 
@@ -148,7 +94,7 @@ def _by_attribution(
 ) -> dict[str, dict[Place, float]]:
     names = [placed.name for placed in chosen]
     with session.observe(*names, gradients=True) as seen:
-        torch.autograd.backward(prompts.metric(_logits(session, prompts.corrupt)).sum())
+        torch.autograd.backward(prompts.measure(session, prompts.corrupt).sum())
     return {
         placed.name: _summed(placed, (clean[placed.name] - corrupt[placed.name]) * seen.grad(placed.name), by)
         for placed in chosen
@@ -165,7 +111,7 @@ def _by_integrated_gradients(
         for number in range(_STEPS):
             point = (start + (number + 0.5) / _STEPS * way).requires_grad_()
             with session.intervene(Replace(placed.name, value=point)):
-                torch.autograd.backward(prompts.metric(_logits(session, prompts.corrupt)).sum())
+                torch.autograd.backward(prompts.measure(session, prompts.corrupt).sum())
             assert point.grad is not None, "the metric depends on it"
             part = own_part(point.grad, placed.cuts)  # of what this rank has put in
             total += whole(summed(part, placed.sums), placed.cuts) / session.context.mesh.degrees["cp"]
@@ -182,31 +128,6 @@ _METHODS: Mapping[Method, Callable[..., dict[str, dict[Place, float]]]] = {
 }
 
 
-@attrs.frozen(kw_only=True, eq=False)
-class _PatchRows(WholeIntervention):
-    """Each sample of the batch is patched at a place of its own."""
-
-    kind = "patch_rows"
-    source: torch.Tensor
-    """``(1, …)``."""
-    dims: Sequence[str]
-    places: Sequence[Place]
-
-    def apply(self, placed: PlacedSite, value: torch.Tensor) -> torch.Tensor:
-        source = self.source.to(value.device, value.dtype)
-        changed = value.clone()
-        for row, place in enumerate(self.places):
-            index = tuple(
-                place[self.dims.index(dim)] if dim in self.dims else slice(None) for dim in placed.site.dims[1:]
-            )
-            changed[(row, *index)] = source[(0, *index)]
-        return changed
-
-
-def _places(placed: PlacedSite, value: torch.Tensor, by: Sequence[str]) -> list[Place]:
-    return list(product(*(range(value.shape[placed.site.dims.index(dim)]) for dim in by)))
-
-
 def _summed(placed: PlacedSite, product_: torch.Tensor, by: Sequence[str]) -> dict[Place, float]:
     """The sum over what is no place of its own."""
     dims = placed.site.dims
@@ -215,19 +136,3 @@ def _summed(placed: PlacedSite, product_: torch.Tensor, by: Sequence[str]) -> di
     order = [dim for dim in dims if dim in by]
     left = left.permute([order.index(dim) for dim in by]) if by else left
     return {place: float(left[place]) for place in product(*map(range, left.shape))}
-
-
-def _refuse_dims(placed: PlacedSite, by: Sequence[str]) -> None:
-    dims = placed.site.dims
-    if dims[0] != "sample":
-        raise ConfigError(f"site {placed.name}: has the dimensions {', '.join(dims)}, and no samples first")
-    for dim in by:
-        if dim not in dims[1:]:
-            hint = nearest_hint(dim, dims[1:])
-            raise ConfigError(f"--by {dim}: site {placed.name} has the dimensions {', '.join(dims[1:])}{hint}")
-
-
-def _logits(session: Session, tokens: torch.Tensor) -> torch.Tensor:
-    logits = session.model(tokens)
-    assert logits is not None, "a pipeline was refused"
-    return logits

@@ -126,6 +126,10 @@ class ImageText:
         rows = [[self._images(document) for document in self.documents(index)] for index in indices.tolist()]
         return collate(rows, self._shape)
 
+    def n_tiles(self, indices: np.ndarray) -> np.ndarray:
+        """How many tiles each of these samples has, ``(n,)`` int64. No image is decoded."""
+        return np.array([sum(document.n_tiles for document in self.documents(index)) for index in indices.tolist()])
+
     def documents(self, index: int) -> Sequence[Document]:
         """The conversations of a sample."""
         return [self._documents[one] for one in self._order[self._bounds[index] : self._bounds[index + 1]].tolist()]

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.attention.flex_attention import BlockMask, create_mask
 
 from forge_core.contracts.observation import Site
+from forge_core.errors import ConfigError
 from forge_plugins_dense.mask import causal_mask
 
 Mask = torch.Tensor | BlockMask | None
@@ -83,15 +84,54 @@ def scores(
     logits = scaled_scores(core, q, k)
     if core.softcap is not None:
         logits = core.softcap * torch.tanh(logits / core.softcap)
-    seen = _seen(mask, causal, q, k)
+    seen = _seen(core, mask, causal, q, k)
     return logits if seen is None else logits.masked_fill_(~seen, -math.inf)  # no other reads them
 
 
-def _seen(mask: Mask, causal: bool, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor | None:
-    """Which keys each query sees, ``(B or 1, 1, S, T)`` bool; ``None`` is all."""
+def _seen(core: nn.Module, mask: Mask, causal: bool, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor | None:
+    """Which keys each query sees, ``(B or 1, H or 1, S, T)`` bool; ``None`` is all.
+
+    Raises:
+        ConfigError: the mask is of no kind that can be read.
+    """
     if isinstance(mask, BlockMask):
-        return create_mask(mask.mask_mod, mask.shape[0], 1, q.shape[-2], k.shape[-2], device=str(q.device))
-    return causal_mask(k.shape[-2], 0, q.device)[None, None] if causal else mask
+        return _seen_in_blocks(mask, q.shape[-2], k.shape[-2])
+    if causal:
+        return causal_mask(k.shape[-2], 0, q.device)[None, None]
+    if mask is None or (isinstance(mask, torch.Tensor) and mask.dtype == torch.bool):
+        return mask
+    kind = f"tensor of {mask.dtype}" if isinstance(mask, torch.Tensor) else type(mask).__qualname__
+    raise ConfigError(
+        f"the mask that {type(core).__qualname__} is given cannot be read: it is a {kind}, and must be a tensor of "
+        "torch.bool or a BlockMask"
+    )
+
+
+def _seen_in_blocks(mask: BlockMask, n_queries: int, n_keys: int) -> torch.Tensor:
+    """As kernels read it: ``mask_mod`` decides within the blocks that are listed as partial; full ones are seen."""
+    by_element = create_mask(mask.mask_mod, *mask.shape[:2], n_queries, n_keys, device=str(mask.kv_indices.device))
+    seen = by_element & _listed(mask.kv_num_blocks, mask.kv_indices, mask.BLOCK_SIZE, n_queries, n_keys)
+    if mask.full_kv_num_blocks is None or mask.full_kv_indices is None:
+        return seen
+    return seen | _listed(mask.full_kv_num_blocks, mask.full_kv_indices, mask.BLOCK_SIZE, n_queries, n_keys)
+
+
+def _listed(
+    counts: torch.Tensor, columns: torch.Tensor, size: tuple[int, int], n_queries: int, n_keys: int
+) -> torch.Tensor:
+    """Whether each query and key lie in a block that is listed, ``(B, H, S, T)`` bool.
+
+    Args:
+        counts: how many blocks each row of blocks lists, ``(B, H, rows)``.
+        columns: which; the first so many of ``(B, H, rows, n)``.
+        size: of a block.
+    """
+    none = -(-n_keys // size[1])  # one column too many, for what is not listed
+    is_listed = torch.arange(columns.shape[-1], device=columns.device) < counts[..., None]
+    blocks = torch.zeros(*counts.shape, none + 1, dtype=torch.bool, device=columns.device)
+    blocks.scatter_(-1, torch.where(is_listed, columns, none).long(), True)
+    elements = blocks[..., :-1].repeat_interleave(size[0], -2).repeat_interleave(size[1], -1)
+    return elements[..., :n_queries, :n_keys]
 
 
 def pattern(
@@ -109,7 +149,7 @@ def pattern(
 
     Rows sum to 1; with a sink, to what the sink leaves; a query that sees no key has zeros.
     """
-    seen = _seen(mask, causal, q, k)  # from the mask, as looking for it in scores is one more pass over these
+    seen = _seen(core, mask, causal, q, k)  # from the mask, as looking for it in scores is one more pass over these
     sees_none = None if seen is None else ~seen.any(-1, keepdim=True)
     logits = scores(core, q, k, v, mask, causal)
     if sinks is None and logits.device.type == "cpu" and not (logits.requires_grad or _any(sees_none)):

@@ -17,6 +17,7 @@ from torch.distributed import ProcessGroup, _functional_collectives
 from torch.nn.attention.flex_attention import BlockMask
 
 from forge_core.contracts.batch import Entry
+from forge_core.contracts.model import canonical_name, is_within
 from forge_core.contracts.observation import ANY, Ends, Part
 from forge_core.contracts.parallel_pass import PassContext
 from forge_core.errors import ConfigError
@@ -78,7 +79,8 @@ class ContextParallel:
 
     def layout(self, model: Any) -> dict[str, Ends]:
         """Same as ``LaidOutPass.layout``. All that has positions has a part of them, but for gathered keys and values,
-        whose gradients are sums over ranks. A model without ``context_plan`` is never shared out."""
+        whose gradients are sums over ranks. So are those in a tower, which is whole on every rank. A model without
+        ``context_plan`` is never shared out."""
         if not hasattr(model, "context_plan"):
             return {}
         of_keys = dict.fromkeys((1, 2), ("cp",))
@@ -88,7 +90,8 @@ class ContextParallel:
         else:
             attention = Ends(summed_inputs=of_keys)
         everywhere = Ends(inputs={ANY: _POSITIONS}, output=_POSITIONS)
-        return {"": everywhere, **dict.fromkeys(model.context_plan(), attention)}
+        in_towers = dict.fromkeys(_modules_of_towers(model), Ends(summed_inputs={ANY: ("cp",)}, summed_output=("cp",)))
+        return {"": everywhere, **in_towers, **dict.fromkeys(model.context_plan(), attention)}
 
 
 class SequencePart:
@@ -160,6 +163,12 @@ def _travelling(model: Any, inputs: Mapping[str, Any]) -> list[str]:
         return []
     shapes = {name: tuple(value.shape) for name, value in inputs.items() if isinstance(value, torch.Tensor)}
     return list(model.travels({**shapes, "tokens": shapes["tokens"][:2]}))
+
+
+def _modules_of_towers(model: Any) -> list[str]:
+    towers = [name for name, role in model.parallel_plan().items() if role == "tower"]
+    names = [canonical_name(name) for name, _ in model.named_modules()]
+    return [name for name in names if any(is_within(name, tower) for tower in towers)]
 
 
 def position_dims(entries: Mapping[str, Entry | None]) -> dict[str, int | None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -13,6 +13,7 @@ from torchao.float8 import Float8LinearConfig  # type: ignore[import-untyped]  #
 from torchao.float8.float8_linear import Float8Linear  # type: ignore[import-untyped]
 
 from forge_core.contracts.model import fits, is_within
+from forge_core.contracts.observation import Ends
 from forge_core.contracts.parallel_pass import PassContext
 from forge_core.errors import ConfigError
 from forge_core.ops.local_tensor import local_tensor
@@ -57,6 +58,10 @@ class Float8:
                 raise ConfigError(f"{_KEY}.experts: {name}: {error}; set experts = false") from None
             touched.append(name)
         return model, touched
+
+    def layout(self, model: nn.Module) -> Mapping[str, Ends]:
+        """Same as ``LaidOutPass.layout``. Weights are where they were, so that nothing is hidden."""
+        return {}
 
     def _capability(self, context: PassContext) -> tuple[int, int] | None:
         """That of the GPU that will multiply; ``None``: it is emulated."""

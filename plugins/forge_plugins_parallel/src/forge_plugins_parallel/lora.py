@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from forge_core.contracts.model import Initializer, ParameterRole, canonical_name, is_within
+from forge_core.contracts.observation import Ends
 from forge_core.contracts.parallel_pass import Folded, PassContext
 from forge_core.errors import ConfigError, nearest
 from forge_plugins_parallel.config import LoraConfig
@@ -66,6 +67,11 @@ class Lora:
             linear.get_submodule(_NAME).cut_as(linear)  # type: ignore[operator]  # an Adapter
             linear.__class__ = _adapted(type(linear))
         return model, touched
+
+    def layout(self, model: nn.Module) -> Mapping[str, Ends]:
+        """Same as ``LaidOutPass.layout``. What is computed by a layer's weight would lack the adapter."""
+        adapted = Ends(hidden="an adapter adds to the weight of its layer; fold it in by forge convert first")
+        return {name: adapted for name, _ in _adapters_of(model)}
 
     def folded(self, names: Collection[str]) -> Mapping[str, Folded]:
         """Same as ``AddingPass.folded``."""

@@ -20,6 +20,7 @@ from forge_core.checkpoint.store import Checkpoint
 from forge_core.checkpoint.upgrading import module_changes
 from forge_core.config.builder import ComponentBuilder
 from forge_core.config.sections import Job
+from forge_core.contracts.batch import Entry
 from forge_core.contracts.data_source import DataSource
 from forge_core.contracts.parallel_pass import Folded, PassContext
 from forge_core.contracts.tokenizer import Tokenizer
@@ -149,13 +150,19 @@ class OpenModel:
 
 @contextmanager
 def opened(
-    checkpoint: Checkpoint, job: Job, catalog: Catalog, log: Callable[[str], None], weights: Weights | None = None
+    checkpoint: Checkpoint,
+    job: Job,
+    catalog: Catalog,
+    log: Callable[[str], None],
+    weights: Weights | None = None,
+    entries: Mapping[str, Entry] | None = None,
 ) -> Iterator[OpenModel]:
     """Join the ranks that the environment describes, open the data that ``job`` evaluates, and read the model.
 
     Args:
         job: the checkpoint's, perhaps with other data, evaluations and degrees.
         log: prints a line; it is called on rank 0 only.
+        entries: of the batches that the model is to be given, besides those of ``job``'s evaluations.
 
     Raises:
         ConfigError: the job does not fit the checkpoint, the ranks or this machine.
@@ -167,7 +174,7 @@ def opened(
         mesh = run_on_all_ranks(lambda: build_mesh(job, device))
         run_on_all_ranks(lambda: _refuse_other_than(run_on_rank0(lambda: checkpoint.path.name), checkpoint))
         speak = log if mesh.rank == 0 else _say_nothing
-        context = PassContext(mesh, job, device)
+        context = PassContext(mesh, job, device, entries=entries or {})
         model, tensors = run_on_all_ranks(lambda: _build(checkpoint, context, catalog, speak, weights))
         checkpoint.load(tensors)
         yield model
@@ -192,7 +199,7 @@ def _build(
     evaluated = EvaluatedData(job, TrainedOn(state["vocab_size"], tokenizer), build, lambda: None)
     named = {one.label: one for one in build_evaluations(job, build, evaluated, tokenizer)}
     validation = evaluated(job.eval.data, "eval.data") if job.eval.interval else None
-    context = attrs.evolve(context, entries=evaluated.entries)
+    context = attrs.evolve(context, entries={**context.entries, **evaluated.entries})
     build_within(checkpoint, job, state["vocab_size"], build)
     model = build_model(context, state["vocab_size"], sort_passes(job, catalog), build)
     tensors = module_changes(model.parts, state.get("modules", {})).to_read(model.tensors())
