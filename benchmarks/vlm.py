@@ -4,10 +4,10 @@
 
 ``step``: a step of the joint decoder against the text model of equal token count, and against that and the encoder
 alone; what the encoder keeps for backward, trained and frozen. ``decoding``: a token after a prompt with images,
-against one after text of that length; cross-attention has a layer more for each four. ``packing``: answer tokens a
-second, packed against padded. ``preprocessing``: images a second of one core, from the bytes of a JPEG to tiles of 224
-pixels. ``shapes``: steps and seconds of training until the four architectures caption 95 % of 128 held-out shapes, and
-what they come to at the end.
+against one after text of that length; cross-attention in place of a layer's own, and in a layer inserted before it,
+which is one of five then, beside text of five. ``packing``: answer tokens a second, packed against padded.
+``preprocessing``: images a second of one core, from the bytes of a JPEG to tiles of 224 pixels. ``shapes``: steps and
+seconds of training until the four architectures caption 95 % of 128 held-out shapes, and what they come to at the end.
 
 All are ratios, or figures, of one run: alternating rounds, medians.
 """
@@ -38,13 +38,13 @@ from forge_plugins_vlm.contracts.image_processor import ImageProcessor, ImagePro
 from forge_plugins_vlm.images.anyres import Anyres
 from forge_plugins_vlm.images.config import AnyresConfig, NaflexConfig, SquareConfig, TilesConfig
 from forge_plugins_vlm.images.naflex import Naflex
-from forge_plugins_vlm.images.picture import at_least_for, open_picture
+from forge_plugins_vlm.images.picture import open_picture
 from forge_plugins_vlm.images.square import Square
 from forge_plugins_vlm.images.tiles import Tiles
 
 ROOT = Path(__file__).resolve().parents[1]
 VOCABULARY = 1000
-SIZES = ((640, 480), (1024, 768), (320, 240))
+SIZES = ((640, 480), (1024, 768), (2048, 1536), (320, 240))
 RUNS, IMAGES_A_RUN = 9, 32
 
 
@@ -123,31 +123,43 @@ def kept_bytes(model: Any, pixels: torch.Tensor) -> int:
 
 
 def decoding(given: argparse.Namespace) -> None:
-    """The cache is filled by the prompt; rounds then each decode some tokens."""
-    models = {"text": build(given, "transformer"), "joint": build(given)}
-    models["cross-attention"] = build(given, fusion={"name": "cross_attention"})
+    """The cache is filled by the prompt; rounds then each decode some tokens. A layer that is inserted computes as
+    much as one of text, so that its model is compared with text of as many layers."""
+    more = argparse.Namespace(**{**vars(given), "layers": given.layers + 1})
+    in_place, inserted = "cross-attention, in place", "cross-attention, inserted"
+    models = {
+        (text := f"text of {given.layers} layers"): build(given, "transformer"),
+        (deeper := f"text of {more.layers} layers"): build(more, "transformer"),
+        "joint": build(given),
+        in_place: build(given, fusion={"name": "cross_attention", "place": "replace"}),
+        inserted: build(given, fusion={"name": "cross_attention", "layers": [given.layers - 1]}),
+    }
     with torch.no_grad():
-        runs = []
+        rounds = [a_token_of_each(models, given) for _ in range(given.rounds + 1)][1:]
+    for name in models:
+        equal = deeper if name in (inserted, deeper) else text
+        milliseconds = 1000 * statistics.median(one[name] for one in rounds)
+        of_text, of_equal = (statistics.median(one[name] / one[other] for one in rounds) for other in (text, equal))
+        said = f"{milliseconds:8.2f} ms a token of 4 rows{of_text:8.3f} of {text}"
+        print(f"{name:28}{said}{of_equal:8.3f} of text of as many layers (wanted: 1.1)")
+
+
+def a_token_of_each(models: Mapping[str, Any], given: argparse.Namespace) -> dict[str, float]:
+    """Seconds of a token by model, the median of 32 for which the models take turns."""
+    inputs = batch(given, 4)
+    tokens = inputs.pop("tokens")[:, : given.positions - 40]
+    inputs.pop("targets")
+    entries = {key: one if key == "pixels" else one[:, : tokens.shape[1]] for key, one in inputs.items()}
+    caches, times = {}, {name: [] for name in models}
+    for name, model in models.items():
+        caches[name] = model.eval().make_cache(len(tokens), given.positions)
+        model(tokens, cache=caches[name], **({} if "text" in name else entries))
+    for _ in range(32):
         for name, model in models.items():
-            inputs = batch(given, 4)
-            inputs.pop("targets")
-            tokens = inputs.pop("tokens")[:, : given.positions - 40]
-            entries = {key: one if key == "pixels" else one[:, : tokens.shape[1]] for key, one in inputs.items()}
-            model.eval()
-
-            def run(model: Any = model, tokens: Any = tokens, entries: Any = entries, name: str = name) -> float:
-                cache = model.make_cache(len(tokens), given.positions)
-                model(tokens, cache=cache, **({} if name == "text" else entries))
-                start = time.perf_counter()
-                for _ in range(32):
-                    model(tokens[:, :1], cache=cache)
-                return (time.perf_counter() - start) / 32
-
-            runs.append(run)
-        times = [[run() for run in runs] for _ in range(given.rounds)]
-    by_model = [statistics.median(one) for one in zip(*times, strict=True)]
-    for name, seconds in zip(models, by_model, strict=True):
-        print(f"{name:20}{1000 * seconds:10.2f} ms a token of 4 rows{seconds / by_model[0]:8.3f} of text (wanted: 1.1)")
+            start = time.perf_counter()
+            model(tokens[:, :1], cache=caches[name])
+            times[name].append(time.perf_counter() - start)
+    return {name: statistics.median(one) for name, one in times.items()}
 
 
 def packing(given: argparse.Namespace) -> None:
@@ -311,12 +323,11 @@ def jpeg(width: int, height: int) -> bytes:
 
 
 def images_a_second(config: ImageProcessorConfig, processor: ImageProcessor, content: bytes) -> float:
-    at_least = at_least_for(config)
     rates = []
     for _ in range(RUNS):
         start = time.perf_counter()
         for _ in range(IMAGES_A_RUN):
-            processor(open_picture(content, at_least), (14, 14))
+            processor(open_picture(content, config.at_least), (14, 14))
         rates.append(IMAGES_A_RUN / (time.perf_counter() - start))
     return statistics.median(rates)
 

@@ -157,11 +157,12 @@ def test_the_table_of_fusions_has_the_layouts_that_are_trained(tmp_path):
     cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows if row.startswith("| ")]
 
     layouts = {layout: dict(zip(cells[0][1:], trainings, strict=True)) for layout, *trainings in cells[2:]}
-    assert layouts["CP2"]["`cross_attention`"] == "✓, packed"
+    assert layouts["CP2"]["`cross_attention`"] == "✓, packed, bf16"
     assert layouts["CP2"]["`moma`"] == ""
-    assert layouts["EP2 × FSDP2"]["`moma`"] == "✓"
-    assert layouts["PP2 (ZBVZeroBubble) × FSDP2"]["`joint_decoder`"] == "✓, packed, frozen and thawed"
-    assert layouts["TP2"]["`mixture_of_transformers`"] == "✓"
+    assert layouts["EP2 × FSDP2"]["`moma`"] == "✓, bf16"
+    assert layouts["TP2"]["`moma`"] == "✓"
+    assert layouts["PP2 (ZBVZeroBubble) × FSDP2"]["`joint_decoder`"] == "✓, packed, frozen and thawed, bf16"
+    assert layouts["TP2"]["`mixture_of_transformers`"] == "✓, bf16"
 
 
 def test_the_table_of_families_has_every_architecture_with_its_shapes_and_tests(tmp_path):

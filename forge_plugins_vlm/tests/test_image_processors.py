@@ -17,7 +17,8 @@ from transformers.models.siglip2.image_processing_pil_siglip2 import get_image_s
 from forge_plugins_vlm.contracts.image_processor import NEWLINE
 from forge_plugins_vlm.images.anyres import Anyres, best_resolution
 from forge_plugins_vlm.images.config import AnyresConfig, NaflexConfig, SquareConfig, TilesConfig
-from forge_plugins_vlm.images.naflex import Naflex, patched_size
+from forge_plugins_vlm.images.naflex import Naflex
+from forge_plugins_vlm.images.patched_size import patched_size
 from forge_plugins_vlm.images.picture import as_rgb, open_picture, size_of
 from forge_plugins_vlm.images.square import Square
 from forge_plugins_vlm.images.tiles import Tiles
@@ -36,6 +37,11 @@ ALL = [
 def noise(height, width, seed=0):
     pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
     return Image.fromarray(pixels)
+
+
+def smooth(height, width):
+    """A picture as photographs are, without a pixel that is unlike all around it."""
+    return noise(max(1, height // 16), max(1, width // 16)).resize((width, height), Image.Resampling.BICUBIC)
 
 
 def written(image, form="PNG", **keys):
@@ -200,8 +206,43 @@ def test_a_jpeg_is_decoded_no_smaller_than_asked_for():
     content = written(noise(480, 640), "JPEG")
 
     assert open_picture(content).size == (640, 480)
-    assert open_picture(content, (200, 200)).size == (320, 240)
-    assert open_picture(content, (300, 300)).size == (640, 480)
+    assert open_picture(content, lambda _: (200, 200)).size == (320, 240)
+    assert open_picture(content, lambda _: (300, 300)).size == (640, 480)
+    assert open_picture(content, lambda _: None).size == (640, 480)
+    assert open_picture(content, lambda size: (100, size[1] // 8)).size == (640, 480)  # of a quarter it wants less
+
+
+@pytest.mark.parametrize(("size", "opened"), [((300, 400), (150, 200)), ((1000, 128), (250, 32)), ((90, 70), (90, 70))])
+def test_a_jpeg_for_tiles_becomes_what_all_of_it_would(size, opened):
+    content, config = written(smooth(*size), "JPEG", quality=95), TilesConfig(size=32, longest=4)
+    whole = Tiles(config)(open_picture(content), (2, 2))
+
+    smaller = open_picture(content, config.at_least)
+    found = Tiles(config)(smaller, (2, 2))
+
+    assert (smaller.height, smaller.width) == opened
+    assert np.array_equal(found.slots, whole.slots)
+    assert np.abs(found.tiles.astype(int) - whole.tiles).mean() < 1
+
+
+@pytest.mark.parametrize("orientation", [1, 6])
+@pytest.mark.parametrize("size", [(480, 640), (427, 640), (1000, 750), (301, 299), (1000, 61), (90, 70)])
+def test_a_jpeg_for_naflex_becomes_what_all_of_it_would(size, orientation):
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    content = written(smooth(*size), "JPEG", quality=95, exif=exif)
+    config = NaflexConfig()
+    whole = Naflex(config)(open_picture(content), (32, 32))
+
+    opened = open_picture(content, config.at_least)
+    found = Naflex(config)(opened, (32, 32))
+
+    high, wide = found.sizes[0]
+    assert found.sizes.tolist() == whole.sizes.tolist()
+    assert np.array_equal(found.slots, whole.slots)
+    rounds = any(side % 2 for side in size)  # the half of an odd side is rounded up: a pixel is stretched
+    assert np.abs(found.tiles.astype(int) - whole.tiles)[..., :high, :wide].mean() < (3 if rounds else 1)
+    assert (max(opened.size) < max(size)) == (size in [(480, 640), (427, 640), (1000, 750)])
 
 
 @pytest.mark.parametrize(

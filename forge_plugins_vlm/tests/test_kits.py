@@ -510,6 +510,12 @@ class HasOneLayout(TilesConfig):
     depends_on_size = False
 
 
+@attrs.frozen(kw_only=True)
+class WantsLittle(TilesConfig):
+    def at_least(self, size):
+        return 1, 1
+
+
 SMALL_SQUARE, SMALL_NAFLEX = SquareConfig(size=16), NaflexConfig(size=64, patch=4, max_patches=40)
 
 
@@ -532,6 +538,13 @@ SMALL_SQUARE, SMALL_NAFLEX = SquareConfig(size=16), NaflexConfig(size=64, patch=
             "test_pictures_of_all_sizes_have_one_layout_where_it_says_so",
             {},
             "depends_on_size is false, and a picture of",
+        ),
+        (
+            Tiles,
+            WantsLittle(size=16),
+            "test_pictures_that_may_be_decoded_smaller_have_the_layout_of_the_whole",
+            {},
+            "at_least says 1 × 1 of pictures of .* and these have different layouts",
         ),
         (IsBlind, SMALL_SQUARE, "test_sees_the_picture", {}, "have the mean 0.0, and those of a white one 0.0"),
         (DrawsOnThePicture, SMALL_SQUARE, "test_leaves_the_picture_as_it_is", {}, "it changes the picture"),

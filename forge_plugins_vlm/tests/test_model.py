@@ -8,6 +8,8 @@ from small_vlm import FUSIONS, entries, images
 
 from forge_core.errors import PluginError
 from forge_plugins_dense.attention_sites import pattern
+from forge_plugins_vlm.fusions import cross_attention
+from forge_plugins_vlm.visibility import visible_tokens
 
 ALL = pytest.mark.parametrize("fusion", FUSIONS)
 DECODER = {"dim": 16, "n_layers": 2, "n_heads": 2, "max_seq_len": 64}
@@ -133,6 +135,23 @@ def test_a_cache_gives_the_logits_of_the_whole_and_looks_once(make_model, fusion
 
     assert torch.allclose(torch.cat((first, *rest), dim=1), whole, atol=1e-5)
     assert len(looked) == 1
+
+
+@torch.no_grad()
+def test_text_that_goes_on_has_one_mask_of_images_until_it_is_told_of_others(make_model, monkeypatch):
+    """Two positions see the first image; two, one by one, are told that they see the second; text goes on."""
+    model, given, made = make_model("cross_attention").eval(), batch("cross_attention", "ItItttt"), []
+    monkeypatch.setattr(cross_attention, "visible_tokens", lambda *a, **k: made.append(1) or visible_tokens(*a, **k))
+    whole, n_made = model(**given), []
+    cache, logits = model.make_cache(1, 7), []
+    for start, end in [(0, 2), (2, 3), (3, 4), (4, 5), (5, 6), (6, 7)]:
+        names = ["tokens"] if start >= 4 else ["tokens", "image_slots", "image_range"]
+        told = {name: given[name][:, start:end] for name in names}
+        logits.append(model(**told, **({} if start else {"pixels": given["pixels"]}), cache=cache))
+        n_made.append(len(made))
+
+    assert torch.allclose(torch.cat(logits, dim=1), whole, atol=1e-5)
+    assert n_made == [2, 3, 4, 5, 5, 5]  # one for the whole
 
 
 @torch.no_grad()

@@ -24,7 +24,7 @@ BY_DAY = {
     *("muon-accumulation4", "muon-tp2", "muon-pp2", "factored-tp2", "factored-pp2"),
     *("eight-bit-fsdp2", "lion-fsdp2", "split-tp2"),
     *("joint-cp2", "joint-packed-pp2", "joint-mrope-pp2", "joint-padded-pp2", "joint-among-text-pp2"),
-    *("crossed-tp2", "crossed-of-two-sizes-pp2"),
+    *("crossed-tp2", "crossed-of-two-sizes-pp2", "crossed-bf16-pp2"),
     *("mixture-of-transformers-tp2-whole-positions", "moma-ep2"),
 }
 """Each pass, schedule, axis of the mesh and kind of training, and of two together those that meet in code of

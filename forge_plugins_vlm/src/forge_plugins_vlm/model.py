@@ -224,7 +224,8 @@ class VisionLanguageModel(Transformer):
         batch, length = tokens.shape[:2]
         if cache is not None and cache.beside and slots is None:  # text goes on: no image token has a place in it
             last, kept, its_tile = cache.beside[:3]
-            slots, sees = tokens.new_full((batch, length), -1, dtype=torch.int64), last.expand(-1, length, -1)
+            slots = tokens.new_full((batch, length), -1, dtype=torch.int64)
+            sees = last if length == 1 else last.expand(-1, length, -1)  # the same object: blocks know it again
             of_blocks = {"image_tokens": kept, "image_tile": its_tile} if self._image_tokens_travel else {}
             return {"image_slots": slots, "image_range": sees, **of_blocks}
         tile: torch.Tensor | None = None

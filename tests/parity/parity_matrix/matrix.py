@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable
 
+import torch
+
 from parity_matrix.cells import (
     CELLS,
     DROPOUT_FAMILIES,
@@ -151,17 +153,23 @@ class Matrix:
     def gradient_problems(self, cell: str) -> Iterable[str]:
         """Each parameter's gradient at step 1, which the norm of them all says little about if it is a small one.
 
-        By the norm of the difference: of an element that is a sum which nearly cancels, rounding leaves little.
+        By the norm of the difference: of an element that is a sum which nearly cancels, rounding leaves little. That is
+        why parameters of one element, such as gates, are compared together.
         """
         expected = self._launcher.seen(alone(CELLS[cell].training))[0].gradients
         held = [one.gradients for one in self._launcher.seen(cell)]
         for name in sorted(expected.keys() ^ {name for gradients in held for name in gradients}):
             yield f"{name} has a gradient in one of the two only"
         for rank, gradients in enumerate(held):
-            for name in gradients.keys() & expected.keys():
-                error, norm = (gradients[name] - expected[name]).norm().item(), expected[name].norm().item()
+            names = sorted(gradients.keys() & expected.keys())
+            numbers = [name for name in names if expected[name].numel() == 1]
+            groups = [numbers] if numbers else []
+            for group in [*groups, *([name] for name in names if name not in numbers)]:
+                found, wanted = (torch.cat([one[name].flatten() for name in group]) for one in (gradients, expected))
+                error, norm = (found - wanted).norm().item(), wanted.norm().item()
                 if not error <= 10 * CELLS[cell].tolerance * norm:  # adapters begin with gradients of zero
-                    yield f"the gradient of {name} on rank {rank}, of norm {norm:.1e}, is off by {error:.1e}"
+                    said = " and ".join(group)
+                    yield f"the gradient of {said} on rank {rank}, of norm {norm:.1e}, is off by {error:.1e}"
 
     def saved_problems(self, cell: str) -> Iterable[str]:
         """The last checkpoint has what the ranks held, bit for bit; averages that are evaluated are made from it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
 import attrs
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
 
 NEWLINE = -2
 """In ``Processed.slots``: the learned token that ends a row."""
+AtLeast = Callable[[Grid], Grid | None]
+"""Same as ``ImageProcessorConfig.at_least``."""
 
 
 @attrs.frozen(eq=False)
@@ -69,6 +72,14 @@ class ImageProcessorConfig(ABC):
     @abstractmethod
     def most_tiles(self) -> int:
         """The most tiles that a picture becomes."""
+
+    def at_least(self, size: Grid) -> Grid | None:
+        """Height and width that suffice of a picture of this size; ``None``: all of it is needed.
+
+        A JPEG is decoded at a half, a quarter or an eighth of its size, if that leaves so much, and if this says the
+        same of what is left. Pictures that it says the same of have one layout.
+        """
+        return None if self.depends_on_size else self.tile_size
 
 
 class ImageProcessor(Protocol):

@@ -14,7 +14,6 @@ from forge_plugins_vlm.data.config import ImageTextConfig
 from forge_plugins_vlm.data.document import Document, Placed
 from forge_plugins_vlm.data.references import UnreadableError
 from forge_plugins_vlm.data.video import open_images
-from forge_plugins_vlm.images.picture import at_least_for
 
 
 class ImageReader:
@@ -27,7 +26,6 @@ class ImageReader:
     def __init__(self, config: ImageTextConfig, processor: ImageProcessor, told: Sequence[str]) -> None:
         self._config = config
         self._processor = processor
-        self._at_least = at_least_for(config.processor_config)
         self._lock = Lock()
         self._waiting = [*told]
         self._report: Callable[[str], None] | None = None
@@ -47,7 +45,8 @@ class ImageReader:
                 opened.
         """
         try:
-            pictures = open_images([image.reference for image in document.images], self._at_least)
+            at_least = self._config.processor_config.at_least
+            pictures = open_images([image.reference for image in document.images], at_least)
             return document, [self._processed(*one, document) for one in zip(document.images, pictures, strict=True)]
         except UnreadableError as error:
             sentence = f"{document.where}: {error}"

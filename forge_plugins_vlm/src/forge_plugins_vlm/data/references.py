@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import attrs
 from PIL import Image
 
+from forge_plugins_vlm.contracts.image_processor import AtLeast
 from forge_plugins_vlm.contracts.vision_encoder import Grid
 from forge_plugins_vlm.images.picture import open_picture, size_of
 
@@ -36,7 +37,7 @@ class Reference(ABC):
         """
 
     @abstractmethod
-    def open(self, at_least: Grid | None = None) -> Image.Image:
+    def open(self, at_least: AtLeast | None = None) -> Image.Image:
         """Decode it.
 
         Args:
@@ -73,7 +74,7 @@ class EncodedPicture(Reference):
             OSError: it cannot be read.
         """
 
-    def open(self, at_least: Grid | None = None) -> Image.Image:
+    def open(self, at_least: AtLeast | None = None) -> Image.Image:
         return open_picture(self.content(), at_least)
 
     def size(self) -> Grid:
@@ -236,7 +237,7 @@ class DecodedPicture(PlacedPicture):
 
     image: Image.Image = attrs.field(repr=False)
 
-    def open(self, at_least: Grid | None = None) -> Image.Image:
+    def open(self, at_least: AtLeast | None = None) -> Image.Image:
         return self.image
 
     def size(self) -> Grid:

@@ -15,6 +15,7 @@ import numpy as np
 from PIL import Image
 
 from forge_core.errors import ConfigError
+from forge_plugins_vlm.contracts.image_processor import AtLeast
 from forge_plugins_vlm.contracts.vision_encoder import Grid
 from forge_plugins_vlm.data.config import ImageTextConfig
 from forge_plugins_vlm.data.references import PictureFile, Reference, UnreadableError
@@ -60,7 +61,7 @@ def uniform(there: int, wanted: int) -> list[int]:
     return [round(float(place)) for place in np.linspace(0, there - 1, min(there, wanted))]
 
 
-def open_images(references: Sequence[Reference], at_least: Grid | None = None) -> Iterator[Image.Image]:
+def open_images(references: Sequence[Reference], at_least: AtLeast | None = None) -> Iterator[Image.Image]:
     """Decode images, in order. Frames of a video that follow each other are decoded together, each part of its file
     once.
 
@@ -128,7 +129,7 @@ class BrokenVideo(Reference):
     def identity(self) -> str:
         raise OSError(self.reason)
 
-    def open(self, at_least: Grid | None = None) -> Image.Image:
+    def open(self, at_least: AtLeast | None = None) -> Image.Image:
         raise OSError(self.reason)
 
     def size(self) -> Grid:
@@ -156,7 +157,7 @@ class VideoFrame(Reference):
     def identity(self) -> str:
         return f"{self.path.name}:{self.path.stat().st_size}:{self.until}"
 
-    def open(self, at_least: Grid | None = None) -> Image.Image:
+    def open(self, at_least: AtLeast | None = None) -> Image.Image:
         ((_, image),) = decoded(self.path, [self.until])
         return image
 
@@ -235,7 +236,7 @@ def _forward(container: Any, times: Sequence[int]) -> Iterator[tuple[int, Image.
     yield from ((time, before.to_image()) for time in waiting)
 
 
-def _opened(reference: Reference, at_least: Grid | None) -> Image.Image:
+def _opened(reference: Reference, at_least: AtLeast | None) -> Image.Image:
     try:
         return reference.open(at_least)
     except OSError as error:

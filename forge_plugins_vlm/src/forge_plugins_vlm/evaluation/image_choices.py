@@ -25,7 +25,6 @@ from forge_plugins_vlm.data.video import open_images
 from forge_plugins_vlm.data.writing import Written
 from forge_plugins_vlm.evaluation.choice_questions import ChoiceQuestion, read_choice_questions
 from forge_plugins_vlm.evaluation.config import ImageChoicesConfig
-from forge_plugins_vlm.images.picture import at_least_for
 
 
 class ImageChoices(Evaluation):
@@ -183,7 +182,7 @@ class _Choices:
             raise ConfigError(f"{where}: {UnreadableError(image, error)}") from error
 
     def _processed(self, document: Document) -> list[Processed]:
-        at_least = at_least_for(self._config.processor_config)
+        at_least = self._config.processor_config.at_least
         try:
             pictures = open_images([image.reference for image in document.images], at_least)
             return [self._processor(picture, self._config.token_grid) for picture in pictures]

@@ -196,10 +196,9 @@ class ImageAttention(nn.Module):
 
     def forward(self, text: torch.Tensor, surroundings: BlockInputs, cache: LayerCache | None = None) -> torch.Tensor:
         """``(B, S, D)`` to ``(B, S, D)``. A position that sees no image gets something that its gate drops."""
-        k, v, tile = self._keys(surroundings, cache)
+        k, v, visible = self._seen(surroundings, cache)
         q = self.q_norm(self.q(text).unflatten(-1, (-1, self.head_dim))).transpose(1, 2)
-        visible = visible_tokens(surroundings.facts["image_range"], tile, latest=self.latest)
-        mixed = self.core(q, k, v, visible[:, None], False)
+        mixed = self.core(q, k, v, visible, False)
         given: torch.Tensor = self.o(mixed.transpose(1, 2).flatten(2))
         return given
 
@@ -212,22 +211,29 @@ class ImageAttention(nn.Module):
             found[name] = attrs.evolve(site, dims=dims)
         return found
 
-    def _keys(
+    def _seen(
         self, surroundings: BlockInputs, cache: LayerCache | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Keys and values ``(B, H_kv, F, head_dim)``, and the tile of each token ``(F,)``; computed once, if there is a
-        cache."""
+        """Keys and values ``(B, H_kv, F, head_dim)``, and which of them a position sees, ``(B, 1, S, F)`` bool. With a
+        cache, keys and values are computed once, and the mask once for all tokens that see what the last one saw."""
+        bounds = surroundings.facts["image_range"]
         if cache is not None and cache.beside:
-            k, v, tile = cache.beside
-            return k, v, tile
-        images, tile = surroundings.facts["image_tokens"], surroundings.facts["image_tile"]
+            k, v, tile, known, visible = cache.beside
+            if known is bounds:
+                return k, v, visible
+        else:
+            k, v = self._keys(surroundings.facts["image_tokens"])
+            tile = surroundings.facts["image_tile"]
+        visible = visible_tokens(bounds, tile, latest=self.latest)[:, None]
+        if cache is not None:
+            cache.beside = (k, v, tile, bounds, visible)
+        return k, v, visible
+
+    def _keys(self, images: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if self.image_norm is not None:
             images = self.image_norm(images)
         k, v = (part(images).unflatten(-1, (-1, self.head_dim)) for part in (self.k, self.v))
-        k, v = self.k_norm(k).transpose(1, 2), v.transpose(1, 2)
-        if cache is not None:
-            cache.beside = (k, v, tile)
-        return k, v, tile
+        return self.k_norm(k).transpose(1, 2), v.transpose(1, 2)
 
     def init_weights(self, rng: Initializer, prefix: str, residual_std: float, std: float) -> None:
         """Same as ``Attention.init_weights``."""

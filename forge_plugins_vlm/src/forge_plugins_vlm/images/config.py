@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal
 
 import attrs
@@ -9,6 +10,7 @@ from attrs.validators import ge
 
 from forge_plugins_vlm.contracts.image_processor import ImageProcessorConfig
 from forge_plugins_vlm.contracts.vision_encoder import Grid
+from forge_plugins_vlm.images.patched_size import patched_size
 
 Fit = Literal["stretch", "crop", "pad"]
 Resample = Literal["bicubic", "bilinear", "lanczos"]
@@ -101,6 +103,18 @@ class TilesConfig(OfSquareTiles):
         """Same as ``ImageProcessorConfig.most_tiles``."""
         return 1 if self.longest == 1 else self.longest**2 + 1
 
+    def grid(self, size: Grid) -> Grid:
+        """Rows and columns of tiles of a picture of this size, without the one of the whole."""
+        long, short = max(size), min(size)
+        along = min(self.longest, math.ceil(long / self.size))
+        across = min(self.longest, max(1, math.ceil(short * along / long)))
+        return (along, across) if size[0] >= size[1] else (across, along)
+
+    def at_least(self, size: Grid) -> Grid:
+        """Same as ``ImageProcessorConfig.at_least``."""
+        rows, columns = self.grid(size)
+        return rows * self.size, columns * self.size
+
 
 def _holds(config: NaflexConfig, _: attrs.Attribute[Any], value: int) -> None:
     if value > (most := (config.size // config.patch) ** 2):
@@ -128,6 +142,14 @@ class NaflexConfig(OfSquareTiles):
     """Height and width of the encoder's patches in pixels."""
     max_patches: int = attrs.field(default=256, validator=[ge(1), _holds])
     """The most patches that a picture becomes."""
+
+    def picture_size(self, size: Grid) -> Grid:
+        """Height and width that a picture of this size has in the tile."""
+        return patched_size(size, self.patch, self.max_patches, self.size)
+
+    def at_least(self, size: Grid) -> Grid:
+        """Same as ``ImageProcessorConfig.at_least``."""
+        return self.picture_size(size)
 
     @property
     def pads(self) -> bool:

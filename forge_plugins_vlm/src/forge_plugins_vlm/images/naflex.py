@@ -15,11 +15,6 @@ from forge_plugins_vlm.contracts.vision_encoder import Grid
 from forge_plugins_vlm.images.config import NaflexConfig
 from forge_plugins_vlm.images.picture import as_rgb, pixels_of, resized
 
-_EXACT = 1e-5
-"""Of a scale."""
-_LARGEST = 100.0
-"""The largest scale."""
-
 
 class Naflex:
     """Follows ``ImageProcessor``."""
@@ -28,7 +23,7 @@ class Naflex:
         self._config = config
 
     def layout(self, size: Grid, grid: Grid) -> Layout:
-        inner, side = self._inner(size), self._config.size
+        inner, side = self._config.picture_size(size), self._config.size
         rows, columns = (math.ceil(tokens * pixels / side) for tokens, pixels in zip(grid, inner, strict=True))
         slots = np.arange(grid[0] * grid[1]).reshape(grid)
         return Layout(1, slots[:rows, :columns].reshape(-1))
@@ -36,35 +31,7 @@ class Naflex:
     def __call__(self, image: Image.Image, grid: Grid) -> Processed:
         config, rgb = self._config, as_rgb(image)
         size = rgb.height, rgb.width
-        height, width = self._inner(size)
+        height, width = self._config.picture_size(size)
         tile = np.zeros((1, 3, config.size, config.size), dtype=np.uint8)
         tile[0, :, :height, :width] = pixels_of(resized(rgb, (height, width), config.resample))
         return Processed(tile, self.layout(size, grid).slots, np.array([[height, width]]))
-
-    def _inner(self, size: Grid) -> Grid:
-        config = self._config
-        return patched_size(size, config.patch, config.max_patches, config.size)
-
-
-def patched_size(size: Grid, patch: int, max_patches: int, most: int) -> Grid:
-    """Height and width that keep the shape of a picture, are multiples of ``patch``, and make ``max_patches`` at most.
-
-    The scale ``s`` is found by halving, so that ``⌈h · s / p⌉ · ⌈w · s / p⌉ ≤ max_patches``.
-
-    Args:
-        most: the longest that a side may be in pixels.
-    """
-
-    def at(scale: float) -> Grid:
-        height, width = (max(patch, math.ceil(one * scale / patch) * patch) for one in size)
-        return height, width
-
-    low, high = _EXACT / 10, _LARGEST
-    while high - low >= _EXACT:
-        middle = (low + high) / 2
-        height, width = at(middle)
-        if (height // patch) * (width // patch) <= max_patches and max(height, width) <= most:
-            low = middle
-        else:
-            high = middle
-    return at(low)

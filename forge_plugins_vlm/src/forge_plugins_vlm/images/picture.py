@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from forge_plugins_vlm.contracts.image_processor import ImageProcessorConfig
+from forge_plugins_vlm.contracts.image_processor import AtLeast
 from forge_plugins_vlm.contracts.vision_encoder import Grid
 from forge_plugins_vlm.images.config import Resample
 
@@ -27,12 +27,11 @@ FILTERS = {
 }
 
 
-def open_picture(content: bytes, at_least: Grid | None = None) -> Image.Image:
+def open_picture(content: bytes, at_least: AtLeast | None = None) -> Image.Image:
     """The picture of a file's content, decoded, and upright as its EXIF says.
 
     Args:
-        at_least: a height and width that suffice: a JPEG may be decoded at a half, a quarter or an eighth of its size,
-            if that leaves so much of it.
+        at_least: by which a JPEG may be decoded at a half, a quarter or an eighth of its size; ``None``: it is not.
 
     Raises:
         OSError: it is no picture, or damaged.
@@ -42,9 +41,8 @@ def open_picture(content: bytes, at_least: Grid | None = None) -> Image.Image:
             warnings.simplefilter("ignore")  # about its metadata
             image = Image.open(io.BytesIO(content))
             orientation = image.getexif().get(_ORIENTATION, 1)
-            if at_least is not None:
-                height, width = at_least
-                image.draft(None, (height, width) if orientation in _TURNED else (width, height))
+            if at_least is not None and not _drafted(image, at_least, is_turned=orientation in _TURNED):
+                image = Image.open(io.BytesIO(content))
             image.load()
             return ImageOps.exif_transpose(image) if orientation != 1 else image
     except UnidentifiedImageError as error:  # of which the message shows an object of Python
@@ -53,10 +51,19 @@ def open_picture(content: bytes, at_least: Grid | None = None) -> Image.Image:
         raise OSError(str(error)) from error
 
 
-def at_least_for(processor: ImageProcessorConfig) -> Grid | None:
-    """The height and width that suffice for a processor: its tile's, if pictures of all sizes become as many tiles;
-    otherwise nothing."""
-    return None if processor.depends_on_size else processor.tile_size
+def _drafted(image: Image.Image, at_least: AtLeast, *, is_turned: bool) -> bool:
+    """Have a picture decoded no larger than it has to be. Return whether what it will be is as good."""
+
+    def upright() -> Grid:
+        width, height = image.size
+        return (width, height) if is_turned else (height, width)
+
+    wanted = at_least(upright())
+    if wanted is None:
+        return True
+    height, width = wanted
+    image.draft(None, (height, width) if is_turned else (width, height))
+    return at_least(upright()) == wanted
 
 
 def size_of(source: bytes | Path) -> Grid:

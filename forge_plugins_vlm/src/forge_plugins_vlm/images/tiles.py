@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 from PIL import Image
 
@@ -20,7 +18,7 @@ class Tiles:
         self._config = config
 
     def layout(self, size: Grid, grid: Grid) -> Layout:
-        rows, columns = self._grid(size)
+        rows, columns = self._config.grid(size)
         tokens = grid[0] * grid[1]
         if rows * columns == 1:
             return Layout(1, np.arange(tokens))
@@ -32,17 +30,9 @@ class Tiles:
     def __call__(self, image: Image.Image, grid: Grid) -> Processed:
         config, rgb = self._config, as_rgb(image)
         size = rgb.height, rgb.width
-        rows, columns = self._grid(size)
+        rows, columns = self._config.grid(size)
         tiles = pixels_of(resized(rgb, config.tile_size, config.resample))[None]
         if rows * columns > 1:
             whole = pixels_of(resized(rgb, (rows * config.size, columns * config.size), config.resample))
             tiles = np.concatenate([cut_into_tiles(whole, config.size), tiles])
         return Processed(tiles, self.layout(size, grid).slots)
-
-    def _grid(self, size: Grid) -> Grid:
-        """Rows and columns of tiles, without the one of the whole."""
-        tile, most = self._config.size, self._config.longest
-        long, short = max(size), min(size)
-        along = min(most, math.ceil(long / tile))
-        across = min(most, max(1, math.ceil(short * along / long)))
-        return (along, across) if size[0] >= size[1] else (across, along)

@@ -96,6 +96,21 @@ class ImageProcessorConformance(ComponentCase):
             same = layout.n_tiles == layouts[0].n_tiles and np.array_equal(layout.slots, layouts[0].slots)
             assert same, f"depends_on_size is false, and a picture of {size[0]} × {size[1]} has another layout"
 
+    def test_pictures_that_may_be_decoded_smaller_have_the_layout_of_the_whole(self) -> None:
+        config, processor, grid = self.use().config, self.make(), self.grids[0]
+        for size in [(4 * height, 4 * width) for height, width in self.sizes]:
+            wanted, whole = config.at_least(size), processor.layout(size, grid)
+            for part in (2, 4, 8):
+                smaller = -(-size[0] // part), -(-size[1] // part)
+                if wanted is None or config.at_least(smaller) != wanted or not _contains(smaller, wanted):
+                    continue
+                layout = processor.layout(smaller, grid)
+                same = layout.n_tiles == whole.n_tiles and np.array_equal(layout.slots, whole.slots)
+                assert same, (
+                    f"at_least says {wanted[0]} × {wanted[1]} of pictures of {size[0]} × {size[1]} and of "
+                    f"{smaller[0]} × {smaller[1]}, and these have different layouts"
+                )
+
     @pytest.mark.parametrize("mode", _MODES)
     def test_takes_pictures_of_every_mode(self, mode: str) -> None:
         size = self.sizes[0]
@@ -138,6 +153,10 @@ class ImageProcessorConformance(ComponentCase):
         """A picture of each size, processed."""
         processor = self.make()
         return [(size, processor(picture(size), grid or self.grids[0])) for size in self.sizes]
+
+
+def _contains(size: Grid, other: Grid) -> bool:
+    return size[0] >= other[0] and size[1] >= other[1]
 
 
 def picture(size: Grid, seed: int = 0) -> Image.Image:

@@ -10,7 +10,7 @@ import attrs
 from PIL import Image
 
 from forge_core.errors import ConfigError
-from forge_plugins_vlm.contracts.image_processor import Processed
+from forge_plugins_vlm.contracts.image_processor import AtLeast, Processed
 from forge_plugins_vlm.contracts.vision_encoder import Grid
 from forge_plugins_vlm.data.prompts import PromptReader
 from forge_plugins_vlm.data.references import DecodedPicture, PlacedPicture, Reference
@@ -105,7 +105,7 @@ class _Seen(PlacedPicture):
 
     shape: Grid
 
-    def open(self, at_least: Grid | None = None) -> Image.Image:
+    def open(self, at_least: AtLeast | None = None) -> Image.Image:
         raise OSError("it is not kept")
 
     def size(self) -> Grid:
