@@ -1,5 +1,7 @@
 """Matrices that are spread over ranks are computed as whole ones: on four ranks in every layout, in one launch."""
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,6 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from forge_core.errors import PluginError
+from forge_plugins_optim import whole_matrices
 from forge_plugins_optim.whole_matrices import map_whole
 from forge_testing.several_ranks import on_ranks
 
@@ -77,6 +80,20 @@ class Layouts:
             torch.testing.assert_close(found, of_all_rows(whole), rtol=tolerance, atol=tolerance)
         return sum(shape[0] for shape in computed)
 
+    def exchanges(self):
+        """How often ranks exchange parts of small matrices, and of ones that count as large."""
+        line = init_device_mesh("cpu", (dist.get_world_size(),))
+        rows = [distribute_tensor(one, line, [Shard(0)]) for one in drawn()]
+        counts = []
+        for large in (whole_matrices._LARGE, 0):
+            with (
+                mock.patch.object(whole_matrices, "_LARGE", large),
+                mock.patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single) as exchange,
+            ):
+                self.compare(rows)
+            counts.append(exchange.call_count)
+        return counts
+
     def wrong(self):
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         said = []
@@ -132,6 +149,10 @@ def test_experts_are_matrices_of_their_own(computed, layout):
 def test_a_plain_tensor_is_computed_where_it_is(computed):
     assert computed["plain"] == [len(SHAPES)] * 4
     assert sum(computed["plain and rows"]) == 4 * len(SHAPES) + 1
+
+
+def test_small_matrices_of_several_shapes_travel_together_and_large_ones_apart():
+    assert on_ranks(Layouts, "exchanges", 2) == [[2, 6], [2, 6]], "there and back, of three shapes"
 
 
 def test_misuse_is_a_sentence():

@@ -5,7 +5,7 @@ Shapes: B matrices of m × n, of which a rank holds ``(B, m', n')``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import attrs
@@ -31,7 +31,7 @@ def map_whole(tensors: Sequence[torch.Tensor], function: Callable[[torch.Tensor]
     every rank its part. The experts of a stack ``(E, m, n)`` are matrices of their own, and stay on the ranks that have
     them where the stack is cut between experts, as ``ep`` does. A plain tensor is computed where it is.
 
-    The next matrices travel while ``function`` is computed on these.
+    The next matrices travel while ``function`` is computed on these; small ones of several shapes travel together.
 
     Args:
         tensors: matrices ``(m, n)`` and stacks ``(E, m, n)``. Ranks that share some call with the same ones, in the
@@ -46,26 +46,57 @@ def map_whole(tensors: Sequence[torch.Tensor], function: Callable[[torch.Tensor]
         PluginError: a tensor has not 2 or 3 dimensions, or is not reduced yet; ``function`` gives another shape or
             dtype.
     """
-    buckets: dict[object, list[int]] = {}
+    alike: dict[_Layout, list[int]] = {}
     for index, tensor in enumerate(tensors):
-        buckets.setdefault(_layout(tensor), []).append(index)
+        alike.setdefault(_layout(tensor), []).append(index)
     turns: dict[object, int] = {}
-    bucketed = [_Bucket([tensors[index] for index in indices], function, turns) for indices in buckets.values()]
-    runs = [bucket.run() for bucket in bucketed]
+    stacks = {
+        layout: _Stack([tensors[index] for index in indices], function, turns) for layout, indices in alike.items()
+    }
+    runs = [_run([stacks[layout] for layout in layouts]) for layouts in _together(alike)]
     for run, following in zip(runs, [*runs[1:], None], strict=True):
         next(run, None)
         if following is not None:
-            next(following, None)  # its first exchange is under way while this bucket is computed
+            next(following, None)  # its first exchange is under way while these are computed
         for _ in run:
             pass
     results: dict[int, torch.Tensor] = {}
-    for bucket, indices in zip(bucketed, buckets.values(), strict=True):
-        results.update(zip(indices, bucket.results, strict=True))
+    for stack, indices in zip(stacks.values(), alike.values(), strict=True):
+        results.update(zip(indices, stack.results, strict=True))
     return [results[index] for index in range(len(tensors))]
 
 
-def _layout(tensor: torch.Tensor) -> object:
-    """Equal for tensors that can be stacked and travel together."""
+@attrs.frozen
+class _Layout:
+    """Equal for tensors that can be stacked."""
+
+    mesh: object
+    placements: tuple[object, ...]
+    dtype: torch.dtype
+    device: torch.device
+    shape: torch.Size
+
+    @property
+    def of_travel(self) -> object:
+        """Equal for stacks that can travel together: these pass the same axes."""
+        return self.mesh, self.placements, self.dtype, self.device, len(self.shape)
+
+
+_LARGE = 4 * 2**20
+"""Matrices of one shape travel by themselves if they have more bytes than this, on all ranks that share them: an
+exchange of less takes longer to begin than to run."""
+
+
+def _together(alike: Mapping[_Layout, Sequence[int]]) -> list[list[_Layout]]:
+    """Which stacks travel together, the same on all ranks."""
+    groups: dict[object, list[_Layout]] = {}
+    for layout, indices in alike.items():
+        is_large = len(indices) * layout.shape.numel() * layout.dtype.itemsize > _LARGE
+        groups.setdefault(layout if is_large else layout.of_travel, []).append(layout)
+    return [*groups.values()]
+
+
+def _layout(tensor: torch.Tensor) -> _Layout:
     if tensor.ndim not in (2, 3):
         raise PluginError(
             f"map_whole takes matrices (m, n) and stacks of them (E, m, n), and was given a tensor of shape "
@@ -74,7 +105,7 @@ def _layout(tensor: torch.Tensor) -> object:
     mesh, placements = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else (None, ())
     if any(placement.is_partial() for placement in placements):
         raise PluginError(f"map_whole was given a sum that is not reduced yet: {placements} over {mesh}")
-    return mesh, placements, tensor.shape, tensor.dtype, local_tensor(tensor).device
+    return _Layout(mesh, placements, tensor.dtype, local_tensor(tensor).device, tensor.shape)
 
 
 @attrs.frozen
@@ -97,12 +128,8 @@ class _Axis:
         return [each + ((rank - self.first) % self.size < more) for rank in range(self.size)]
 
 
-class _Bucket:
-    """Tensors of one shape and layout; ``results`` once ``run`` has ended.
-
-    Along each axis ranks exchange parts of all matrices for all parts of some, which is one all-to-all; afterwards the
-    same backwards.
-    """
+class _Stack:
+    """Tensors of one shape and layout; ``results`` once it has travelled there and back."""
 
     results: Sequence[torch.Tensor]
 
@@ -116,28 +143,19 @@ class _Bucket:
         self._function = function
         local = local_tensor(tensors[0])
         n_matrices = len(tensors) * (local.shape[0] if local.ndim == 3 else 1)
-        self._axes = []
+        self.axes = []
         for axis in _axes(tensors[0]):
             first = turns.get(axis.group, 0)
-            self._axes.append(attrs.evolve(axis, first=first % axis.size))
+            self.axes.append(attrs.evolve(axis, first=first % axis.size))
             turns[axis.group] = first + n_matrices % axis.size
-            n_matrices = self._axes[-1].counts(n_matrices)[axis.rank]
+            n_matrices = self.axes[-1].counts(n_matrices)[axis.rank]
 
-    def run(self) -> Travel[None]:
-        """Find ``results``."""
-        held = [local_tensor(tensor).detach() for tensor in self._tensors]
-        spread = torch.stack(held) if held[0].ndim == 2 else torch.cat(held)
-        before = []
-        for axis in self._axes:
-            before.append(len(spread))
-            spread = yield from _bring_together(spread, axis)
-        whole = self._compute(spread)
-        for axis, n_matrices in zip(reversed(self._axes), reversed(before), strict=True):
-            whole = yield from _lay_out(whole, axis, n_matrices)
-        parts = whole.unbind() if held[0].ndim == 2 else torch.split(whole, len(held[0]))
-        self.results = [_as_given(part, one) for part, one in zip(parts, self._tensors, strict=True)]
+    def held(self) -> torch.Tensor:
+        """This rank's parts, ``(B, m', n')``."""
+        parts = [local_tensor(tensor).detach() for tensor in self._tensors]
+        return torch.stack(parts) if parts[0].ndim == 2 else torch.cat(parts)
 
-    def _compute(self, whole: torch.Tensor) -> torch.Tensor:
+    def compute(self, whole: torch.Tensor) -> torch.Tensor:
         if not whole.numel():
             return whole
         result = self._function(whole)
@@ -147,6 +165,31 @@ class _Bucket:
                 f"{tuple(result.shape)} in {result.dtype}; it must return the same shape and dtype"
             )
         return result
+
+    def keep(self, computed: torch.Tensor) -> None:
+        """Set ``results`` from this rank's parts."""
+        local = local_tensor(self._tensors[0])
+        parts = computed.unbind() if local.ndim == 2 else torch.split(computed, len(local))
+        self.results = [_as_given(part, one) for part, one in zip(parts, self._tensors, strict=True)]
+
+
+def _run(stacks: Sequence[_Stack]) -> Travel[None]:
+    """Find the ``results`` of stacks that travel together.
+
+    Along each axis ranks exchange parts of all matrices for all parts of some, which is one all-to-all; afterwards the
+    same backwards.
+    """
+    spread = [stack.held() for stack in stacks]
+    levels = [*zip(*(stack.axes for stack in stacks), strict=True)]
+    before = []
+    for axes in levels:
+        before.append([len(one) for one in spread])
+        spread = yield from _bring_together(spread, axes)
+    whole = [stack.compute(one) for stack, one in zip(stacks, spread, strict=True)]
+    for axes, n_matrices in zip(reversed(levels), reversed(before), strict=True):
+        whole = yield from _lay_out(whole, axes, n_matrices)
+    for stack, one in zip(stacks, whole, strict=True):
+        stack.keep(one)
 
 
 def _axes(tensor: torch.Tensor) -> Iterator[_Axis]:
@@ -181,40 +224,51 @@ def _chunks(length: int, n: int) -> list[int]:
     return [max(0, min(each, length - i * each)) for i in range(n)]
 
 
-def _bring_together(spread: torch.Tensor, axis: _Axis) -> Travel[torch.Tensor]:
-    """All parts along the axis of the matrices that this rank computes."""
-    counts = axis.counts(len(spread))
-    if axis.sizes is None:
-        return torch.split(spread, counts)[axis.rank]
-    own, shape = counts[axis.rank], list(spread.shape)
-    shapes = [[own, *shape[1 : axis.dim], size, *shape[axis.dim + 1 :]] for size in axis.sizes]
-    parts = yield from _exchange(torch.split(spread, counts), shapes, axis.group)
-    return torch.cat(parts, axis.dim)
+def _bring_together(spread: Sequence[torch.Tensor], axes: Sequence[_Axis]) -> Travel[list[torch.Tensor]]:
+    """Of each stack, all parts along its axis of the matrices that this rank computes."""
+    parts = [torch.split(one, axis.counts(len(one))) for one, axis in zip(spread, axes, strict=True)]
+    if axes[0].sizes is None:
+        return [one[axis.rank] for one, axis in zip(parts, axes, strict=True)]
+    shapes = []
+    for one, axis in zip(parts, axes, strict=True):
+        own, *shape = one[axis.rank].shape
+        shapes.append([[own, *shape[: axis.dim - 1], size, *shape[axis.dim :]] for size in axis.sizes or ()])
+    arrived = yield from _exchange(parts, shapes, axes[0].group)
+    return [torch.cat(one, axis.dim) for one, axis in zip(arrived, axes, strict=True)]
 
 
-def _lay_out(whole: torch.Tensor, axis: _Axis, n_matrices: int) -> Travel[torch.Tensor]:
-    """This rank's parts along the axis of all matrices."""
-    own, shape = axis.rank, list(whole.shape[1:])
-    if axis.sizes is None:
-        parts: Sequence[torch.Tensor] = [whole] * axis.size
-    else:
-        shape[axis.dim - 1] = axis.sizes[own]
-        parts = torch.split(whole, list(axis.sizes), axis.dim)
-    arrived = yield from _exchange(parts, [[count, *shape] for count in axis.counts(n_matrices)], axis.group)
-    return torch.cat(arrived)
+def _lay_out(
+    whole: Sequence[torch.Tensor], axes: Sequence[_Axis], n_matrices: Sequence[int]
+) -> Travel[list[torch.Tensor]]:
+    """Of each stack, this rank's parts along its axis of all matrices."""
+    parts, shapes = [], []
+    for one, axis, n in zip(whole, axes, n_matrices, strict=True):
+        shape = list(one.shape[1:])
+        if axis.sizes is None:
+            parts.append([one] * axis.size)
+        else:
+            shape[axis.dim - 1] = axis.sizes[axis.rank]
+            parts.append([*torch.split(one, list(axis.sizes), axis.dim)])
+        shapes.append([[count, *shape] for count in axis.counts(n)])
+    arrived = yield from _exchange(parts, shapes, axes[0].group)
+    return [torch.cat(one) for one in arrived]
 
 
 def _exchange(
-    parts: Sequence[torch.Tensor], shapes: Sequence[Sequence[int]], group: dist.ProcessGroup
-) -> Travel[list[torch.Tensor]]:
-    """Send ``parts[i]`` to rank i of the group; returns a tensor of ``shapes[i]`` from each."""
-    sent = torch.cat([part.reshape(-1) for part in parts])
-    numels = [torch.Size(shape).numel() for shape in shapes]
-    arrived = sent.new_empty(sum(numels))
-    work = dist.all_to_all_single(arrived, sent, numels, [part.numel() for part in parts], group=group, async_op=True)
+    parts: Sequence[Sequence[torch.Tensor]], shapes: Sequence[Sequence[Sequence[int]]], group: dist.ProcessGroup
+) -> Travel[list[list[torch.Tensor]]]:
+    """Send ``parts[stack][i]`` to rank i of the group; returns, by stack, one of ``shapes[stack][i]`` from each."""
+    to_ranks, from_ranks = [*zip(*parts, strict=True)], [*zip(*shapes, strict=True)]
+    sent = torch.cat([part.reshape(-1) for of_rank in to_ranks for part in of_rank])
+    numels = [[torch.Size(shape).numel() for shape in of_rank] for of_rank in from_ranks]
+    arrived = sent.new_empty(sum(map(sum, numels)))
+    sizes = [sum(part.numel() for part in of_rank) for of_rank in to_ranks]
+    work = dist.all_to_all_single(arrived, sent, [*map(sum, numels)], sizes, group=group, async_op=True)
     yield
     work.wait()
-    return [one.view(list(shape)) for one, shape in zip(torch.split(arrived, numels), shapes, strict=True)]
+    pieces = iter(torch.split(arrived, [numel for of_rank in numels for numel in of_rank]))
+    from_each = [[next(pieces).view(list(shape)) for shape in of_rank] for of_rank in from_ranks]
+    return [list(of_stack) for of_stack in zip(*from_each, strict=True)]
 
 
 def _as_given(part: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
