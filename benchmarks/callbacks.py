@@ -1,6 +1,6 @@
 """What the callbacks that watch a run add to its steps, each alone and all of them, at their defaults.
 
-    python benchmarks/callbacks.py [--steps 200] [--rounds 7]
+    python benchmarks/callbacks.py [--steps 200] [--rounds 7] [--tokens 4096] [--only ema]
 
 Two runs in one process, one with them and one without, do their steps in turn; the ratios are medians over rounds, and
 those of the row ``none``, which has no callback in either, say how much noise there is. At most 1.01 is wanted for all.
@@ -37,17 +37,21 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--dim", type=int, default=128)
+    parser.add_argument("--tokens", type=int, default=512, help="of a step, a multiple of 128")
+    parser.add_argument("--only", choices=["none", *NAMES, "all"], action="append", help="may be repeated")
     options = parser.parse_args()
     join_process_group(choose_device("auto"))
     shape = {"dim": options.dim, "layers": 4, "vocab": 1000, "seq_len": 128}
     variants = {"none": (), **{name: (name,) for name in NAMES}, "all": NAMES}
+    variants = {name: names for name, names in variants.items() if not options.only or name in options.only}
     rounds: dict[str, list[tuple[Seconds, Seconds]]] = {name: [] for name in variants}
     with TemporaryDirectory() as folder:
-        bench = Bench(Path(folder), _BEFORE + options.steps + 1, **shape)
+        size = f"train.batch_size={options.tokens // shape['seq_len']}"
+        bench = Bench(Path(folder), _BEFORE + options.steps + 1, overrides=[size], **shape)
         for _ in range(options.rounds):
             for name, names in variants.items():
                 rounds[name].append(measured(bench, names))
-    print(f"dim {options.dim}, 4 layers, 4 × 128 tokens; {options.steps} steps; median of {options.rounds} rounds\n")
+    print(f"dim {options.dim}, 4 layers, {options.tokens} tokens; {options.steps} steps, median of {options.rounds}\n")
     print(f"{'callback':22}{'without ms':>11}{'with ms':>9}{'ratio':>8}{'of the processor':>18}")
     for name, pairs in rounds.items():
         without, with_them = (statistics.median(one.clock for one in column) for column in zip(*pairs, strict=True))

@@ -9,9 +9,21 @@ import torch
 
 from forge_core.cli import main
 from forge_core.errors import ConfigError
+from forge_plugins_monitor import memory_snapshot
 from forge_plugins_monitor.config import MemorySnapshotConfig
 from forge_plugins_monitor.memory_snapshot import MemorySnapshot
 from forge_testing.callback import CallbackConformance
+
+
+class Over:
+    """A module with a few names of its own."""
+
+    def __init__(self, module, **names):
+        self._module = module
+        vars(self).update(names)
+
+    def __getattr__(self, name):
+        return getattr(self._module, name)
 
 
 class Allocator:
@@ -19,7 +31,9 @@ class Allocator:
 
     def __init__(self, monkeypatch) -> None:
         self.calls = []
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        # of this module alone: where torch is built for CUDA, the rest of it would look for the GPU
+        cuda = Over(torch.cuda, is_available=lambda: True)
+        monkeypatch.setattr(memory_snapshot, "torch", Over(torch, cuda=cuda))
         monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", self.record)
         monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", self.dump)
 
