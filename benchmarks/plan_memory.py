@@ -3,8 +3,9 @@
 Each job is built and trained for three steps, in several processes over gloo where its layout has several ranks.
 Measured is what malloc has handed out, in all threads, beyond what it has between two steps; to that the tensors are
 added that live on between steps. torch's profiler cannot say it over gloo: buffers of collectives are freed by gloo's
-threads, of which it sees the allocations only. Needs Linux with glibc 2.33 or newer. Usage: ``python
-benchmarks/plan_memory.py``. Two minutes on two cores.
+threads, of which it sees the allocations only. A frozen encoder keeps nothing for backward: where it is large, the peak
+is in its forward. Needs Linux with glibc 2.33 or newer. Usage: ``python benchmarks/plan_memory.py``. Three minutes on
+two cores.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -25,6 +27,8 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from forge_core.config.builder import ComponentBuilder
+from forge_core.config.sections import Job
+from forge_core.contracts.batch import Entry
 from forge_core.contracts.parallel_pass import PassContext
 from forge_core.distributed.mesh import build_mesh, join_process_group
 from forge_core.job import load_job
@@ -69,6 +73,18 @@ class Case:
     overrides: tuple[str, ...]
 
 
+_LOOKING = "name='vision_language', max_seq_len=512, vocab_size=4096, connector={name='average_pool', window=4}"
+_TILES = "size=[128, 128], patch=8, n_layers=4, n_heads=4"  # 256 features of each, of which 16 tokens are made
+_IMAGES = "data={name='image_text', path='unused', token_grid=[4, 4], processor={name='square', size=128}}"  # 8 a row
+_SMALL_ENCODER = (
+    f"model={{{_LOOKING}, dim=256, n_layers=6, n_heads=8, encoder={{name='conv_vit', dim=64, {_TILES}}}}}",
+    _IMAGES,
+)
+_LARGE_ENCODER = (
+    f"model={{{_LOOKING}, dim=64, n_layers=2, n_heads=4, encoder={{name='conv_vit', dim=256, {_TILES}}}}}",
+    _IMAGES,
+)
+
 CASES = (
     Case("one process, fp32", 1, ()),
     Case("chunked loss, two microbatches", 1, ("loss.name=chunked_cross_entropy", "train.grad_accumulation=2")),
@@ -81,6 +97,9 @@ CASES = (
     Case("two stages, four microbatches", 2, ("parallel.pp=2", "train.grad_accumulation=4")),
     Case("emulated float8, bf16", 1, ("parallel.passes.fp8={emulate = true, min_dim = 128}", "train.precision=bf16")),
     Case("two copies, two microbatches", 2, ("parallel.dp_replicate=2", "train.grad_accumulation=2")),
+    Case("small encoder, frozen", 1, (*_SMALL_ENCODER, "model.freeze_encoder=true")),
+    Case("large encoder, trained", 1, _LARGE_ENCODER),
+    Case("large encoder, frozen", 1, (*_LARGE_ENCODER, "model.freeze_encoder=true")),
 )
 
 
@@ -121,7 +140,8 @@ def run_rank(config: Path, overrides: list[str]) -> None:
     build = ComponentBuilder(catalog)
     mesh = build_mesh(job, device)
     passes = sort_passes(job, catalog, mesh.world_size)
-    model = build_model(PassContext(mesh, job, device), 4096, passes, build)
+    entries = job.data.config.entries()
+    model = build_model(PassContext(mesh, job, device, entries=entries), 4096, passes, build)
     optimizer = build_optimizer(job, model, build)
     parameters = list(model.parameters.values())
     peak = 0
@@ -130,11 +150,7 @@ def run_rank(config: Path, overrides: list[str]) -> None:
         gc.collect()
         before, allocator = in_use(), Allocator()
         with allocator:
-            shape = (job.train.batch_size, job.train.seq_len)
-            microbatches = [
-                {"tokens": torch.randint(4096, shape), "targets": torch.randint(4096, shape)}
-                for _ in range(job.train.grad_accumulation or 1)
-            ]
+            microbatches = [batch(job, entries) for _ in range(job.train.grad_accumulation or 1)]
             scale = torch.full((), 1 / 1024)
             LEDGER.start_step(scale)
             model.executor.run(microbatches, scale)
@@ -150,6 +166,22 @@ def run_rank(config: Path, overrides: list[str]) -> None:
     print(bytes_of([*parameters, *buffers, *kept]) + peak)
     dist.destroy_process_group()
     hard_exit()
+
+
+def batch(job: Job, entries: Mapping[str, Entry]) -> dict[str, torch.Tensor]:
+    """Random tokens. Of images, as many as a row may have, their tokens before the text."""
+    shape = (job.train.batch_size, job.train.seq_len)
+    made = {"tokens": torch.randint(4096, shape), "targets": torch.randint(4096, shape)}
+    if "pixels" in entries:
+        pixels = entries["pixels"].shape(*shape)
+        made["pixels"] = torch.randint(256, pixels, dtype=torch.uint8)
+        rows, columns = job.data.config.token_grid
+        n_tiles = pixels[1]
+        made["image_slots"] = torch.full(shape, -1)
+        made["image_slots"][:, : n_tiles * rows * columns] = torch.arange(n_tiles * rows * columns)
+        made["image_range"] = torch.zeros(*shape, 3, dtype=torch.int64)
+        made["image_range"][..., 2] = n_tiles
+    return made
 
 
 class Allocator(TorchDispatchMode):

@@ -5,7 +5,8 @@
 ``step``: a step of the joint decoder against the text model of equal token count, and against that and the encoder
 alone; what the encoder keeps for backward, trained and frozen. ``decoding``: a token after a prompt with images,
 against one after text of that length; cross-attention in place of a layer's own, and in a layer inserted before it,
-which is one of five then, beside text of five. ``packing``: answer tokens a second, packed against padded.
+which is one of five then, beside text of five. ``packing``: answer tokens a second, packed against padded,
+and the loss curves of two short trainings.
 ``preprocessing``: images a second of one core, from the bytes of a JPEG to tiles of 224 pixels. ``shapes``: steps and
 seconds of training until the four architectures caption 95 % of 128 held-out shapes, and what they come to at the end.
 
@@ -46,6 +47,7 @@ ROOT = Path(__file__).resolve().parents[1]
 VOCABULARY = 1000
 SIZES = ((640, 480), (1024, 768), (2048, 1536), (320, 240))
 RUNS, IMAGES_A_RUN = 9, 32
+PACKED_STEPS = 80
 
 
 def main() -> None:
@@ -163,21 +165,18 @@ def a_token_of_each(models: Mapping[str, Any], given: argparse.Namespace) -> dic
 
 
 def packing(given: argparse.Namespace) -> None:
-    """Of the shapes task: 22 tokens a conversation, in samples of as many positions as asked for."""
+    """Of the shapes task: 22 tokens a conversation, in samples of as many positions as asked for. The two curves begin
+    with equal weights and have about as many answer tokens in a step. Each of their points is a mean over ten steps."""
     build_component = ComponentBuilder(discover(()))
     with tempfile.TemporaryDirectory() as folder:
         folder = f"{folder}/shapes"
         draw(Path(folder), 256, 16)
-        sources = [
-            build_component(
-                build_component.resolve("data_source", {**data_table(folder), "packing": packed, "max_images": 64}),
-                seq_len=given.positions,
-                split="all",
-                seed=0,
-                samples_per_step=8,
-            )
-            for packed in (False, True)
-        ]
+
+        def opened(packed: bool, positions: int) -> Any:
+            use = build_component.resolve("data_source", {**data_table(folder), "packing": packed, "max_images": 64})
+            return build_component(use, seq_len=positions, split="all", seed=0, samples_per_step=8)
+
+        sources = [opened(packed, given.positions) for packed in (False, True)]
         model = build(given, encoder={"name": "conv_vit"}, vocab_size=sources[0].vocab_size)
         runs, answers = [], []
         for source in sources:
@@ -192,7 +191,32 @@ def packing(given: argparse.Namespace) -> None:
 
             runs.append(run)
         padded, packed = (n / seconds for n, seconds in zip(answers, medians(runs, given.rounds), strict=True))
+        per_step = 2 * round(answers[1] / answers[0])  # conversations that two packed samples have
+        curves = [curve(given, source, rows) for source, rows in ((opened(False, 32), per_step), (sources[1], 2))]
     print(f"answer tokens a second: padded {padded:,.0f}, packed {packed:,.0f}: {packed / padded:.2f} (wanted: 1.6)")
+    for name, (losses, n_answers) in zip(("padded", "packed"), curves, strict=True):
+        print(f"{name}: {n_answers:,} answer tokens, losses {' '.join(f'{one:.3f}' for one in losses)}")
+    apart = max(abs(one - other) for one, other in zip(curves[0][0], curves[1][0], strict=True))
+    print(f"the curves are at most {apart:.3f} apart")
+
+
+def curve(given: argparse.Namespace, source: Any, rows: int) -> tuple[list[float], int]:
+    """The losses of a training, eight means one after another, and how many answer tokens it has seen."""
+    model = build(given, encoder={"name": "conv_vit"}, vocab_size=source.vocab_size)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    order = np.random.default_rng(0).permutation(len(source))
+    losses, n_answers = [], 0
+    for step in range(PACKED_STEPS):
+        chosen = order[np.arange(step * rows, (step + 1) * rows) % len(order)]
+        read = {name: torch.from_numpy(one) for name, one in source.read(chosen).items()}
+        tokens, targets = read.pop("tokens"), read.pop("targets")
+        loss = F.cross_entropy(model(tokens, **read).flatten(0, 1), targets.flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        losses.append(loss.item())
+        n_answers += int((targets != -100).sum())
+    return [statistics.mean(part) for part in np.split(np.array(losses), 8)], n_answers
 
 
 def shapes(given: argparse.Namespace) -> None:

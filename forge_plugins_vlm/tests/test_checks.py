@@ -128,6 +128,16 @@ def refused():
         ),
         (
             "joint_decoder",
+            ["model.connector={name='resampler', n_heads=3}"],
+            "model.connector.n_heads: 3 heads cannot share out the 64 features of conv_vit evenly; 2 can",
+        ),
+        (
+            "joint_decoder",
+            ["model.connector={name='attention_pool', n_heads=7}"],
+            "model.connector.n_heads: 7 heads cannot share out the 64 features of conv_vit evenly; 4 can",
+        ),
+        (
+            "joint_decoder",
             ["model.learned_positions=true"],
             "an image token stands in the place of an embedding with its position, and would have none",
         ),
@@ -165,7 +175,8 @@ def test_a_job_that_cannot_be_is_told_why(refused, name, overrides, sentence):
 
 def test_a_folder_of_an_encoder_that_is_not_there_is_told_once(refused):
     pytest.importorskip("transformers")
-    said = refused("joint_decoder", 'model.encoder={name="siglip", path="nowhere"}')
+    folder = 'model.encoder={name="siglip", path="nowhere"}'
+    said = refused("joint_decoder", folder, "model.connector={name='resampler', n_heads=3}")
 
     assert "model.encoder.path: nowhere/config.json is not there" in said
     assert said.count("is not there") == 1

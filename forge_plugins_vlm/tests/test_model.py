@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from small_vlm import FUSIONS, entries, images
+from small_vlm import FUSIONS, SMALL, entries, images
 
 from forge_core.errors import PluginError
 from forge_plugins_dense.attention_sites import pattern
@@ -101,6 +101,23 @@ def test_a_token_changes_nothing_before_it_nor_another_row(make_model, fusion):
     assert torch.equal(before[0, :-2], after[0, :-2])
     assert torch.equal(before[1], after[1])
     assert not torch.equal(before[0, -2], after[0, -2])
+
+
+@ALL
+@torch.no_grad()
+def test_no_fusion_needs_as_many_heads_of_keys_or_of_the_encoder_as_of_queries(make_model, fusion):
+    """8, 4 and 2 heads are the same as 8 of queries and of keys, where each key and value is there twice."""
+    heads = {"n_heads": 8, "encoder": {**SMALL["encoder"], "n_heads": 2}}
+    grouped, equal = make_model(fusion, **heads, n_kv_heads=4).eval(), make_model(fusion, **heads).eval()
+    own, given = equal.state_dict(), batch(fusion, "tItIIt")
+    other = {name: one.clone() for name, one in grouped.state_dict().items()}
+    for name in (fewer := [name for name, one in other.items() if one.shape != own[name].shape]):
+        other[name] = other[name].unflatten(0, (4, -1)).repeat_interleave(2, dim=0).flatten(0, 1)
+    assert {name.rsplit(".", 2)[-2] for name in fewer} == {"k", "v"}
+
+    equal.load_state_dict(other)
+
+    assert torch.allclose(grouped(**given), equal(**given), atol=1e-5)
 
 
 @ALL

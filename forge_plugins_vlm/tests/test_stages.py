@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -353,3 +354,30 @@ def test_an_encoder_frozen_in_part_is_trained(make_model):
     model.set_frozen({next(name for name, _ in model.named_parameters() if name.startswith("vision.encoder."))})
     assert looked(model)["encoder"].requires_grad
     assert model.vision.encoder.training
+
+
+@pytest.mark.slow
+def test_the_demo_in_a_pipeline_of_shards_has_the_curve_of_one_process(tmp_path, monkeypatch):
+    """The file itself and its warm start, with stages of five steps each."""
+    configs = Path(__file__).parents[2] / "configs"
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    write_shapes(tmp_path / "shapes", train=512, held_out=1, seed=0)
+    assert main(["run", str(configs / "vlm_text.toml"), "train.steps=5", "scheduler.warmup_steps=1"]) == 0
+    stages = 'phases=[{at=1, train=["@vision"]}, {at=6, lr_scale={"@vision"=0.5}}]'
+    short = ["train.steps=10", "scheduler.warmup_steps=2", "metrics.interval=1", "evaluations=[]", stages]
+    sharded = ["--nproc", "4", "parallel.pp=2", "train.batch_size=4", "train.grad_accumulation=2"]
+    curves = []
+    for name, layout in (("one", ["train.batch_size=16"]), ("four", sharded)):
+        job = ["run", str(configs / "vlm_demo.toml"), f"run.name={name}", *layout, *short]
+        done = fork_server.run(
+            [sys.executable, "-m", "forge_core", *job], capture_output=True, text=True, timeout=200, cwd=tmp_path
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        lines = (tmp_path / "runs" / name / "metrics.jsonl").read_text().splitlines()
+        curves.append([json.loads(line) for line in lines])
+
+    for key in ("loss", "grad_norm"):
+        one, four = ([line[key] for line in curve] for curve in curves)
+        assert len(one) == 10
+        assert four == pytest.approx(one, rel=1e-5), key

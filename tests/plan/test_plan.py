@@ -77,12 +77,12 @@ def alone(monkeypatch):
     monkeypatch.setattr("forge_plugins_plan.report.alternatives", lambda *job: iter(()))
 
 
-BY_DAY = ("fsdp on two ranks",)
+BY_DAY = ("fsdp on two ranks", "large encoder, frozen")
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="what is in use is asked of glibc")
-@pytest.mark.parametrize(("only", "jobs"), [(BY_DAY, 1), pytest.param((), 11, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(("only", "jobs"), [(BY_DAY, 2), pytest.param((), 14, marks=pytest.mark.nightly)])
 def test_predicted_peaks_are_within_five_percent_of_what_real_runs_take(only, jobs):
     benchmark = subprocess.run(
         [sys.executable, str(ROOT / "benchmarks" / "plan_memory.py"), *(f"--only={job}" for job in only)],

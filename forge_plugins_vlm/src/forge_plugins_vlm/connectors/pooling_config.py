@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
 import attrs
 from attrs.validators import ge, gt
 
+from forge_plugins_vlm.connectors.head_count import uneven_heads
 from forge_plugins_vlm.connectors.matrix_flops import matrix_flops
 from forge_plugins_vlm.contracts.connector import ConnectorConfig
 from forge_plugins_vlm.contracts.vision_encoder import Grid
+
+if TYPE_CHECKING:
+    from forge_core.config.sections import Job
 
 
 @attrs.frozen(kw_only=True)
@@ -40,6 +47,10 @@ class AttentionPoolConfig(PoolConfig):
 
     n_heads: int = attrs.field(default=4, validator=gt(0))
     """Heads of attention; they divide the width of the encoder's features."""
+
+    def check(self, job: Job) -> Iterator[tuple[str, str]]:
+        """What is wrong with this connector in this job."""
+        yield from uneven_heads(self.n_heads, job)
 
     def flops(self, features: Grid, in_dim: int, out_dim: int) -> float:
         """Same as ``ConnectorConfig.flops``: windows at the edge count as whole ones."""
