@@ -123,6 +123,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("reader")
     shutil.copytree(ROOT / "configs", folder / "configs")
     _write_downloaded_model(folder / "models/Qwen3-0.6B")
+    _write_model_for_images(folder / "models/gemma-3-4b-it")
     demo = folder / "configs/demo.toml"
     short = {"steps = 400": "steps = 12", "seq_len = 256": "seq_len = 16", "batches = 16": "batches = 1"}
     short |= {"warmup_steps = 20": "warmup_steps = 2", "n_layers = 4": "n_layers = 3"}
@@ -191,6 +192,20 @@ def _write_downloaded_model(folder: Path) -> None:
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder.parents[1] / "text").mkdir()
     (folder.parents[1] / "text/0.txt").write_text(" ".join(map(str, range(9999))))
+
+
+def _write_model_for_images(folder: Path) -> None:
+    """A small Gemma 3 with a vision part, for the command that leaves that part out."""
+    import transformers
+
+    text = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+    text |= {"num_key_value_heads": 1, "head_dim": 16, "max_position_embeddings": 64, "vocab_size": 257}
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision |= {"image_size": 8, "patch_size": 4, "vision_use_head": False}
+    config = transformers.Gemma3Config(
+        text_config=text, vision_config=vision, mm_tokens_per_image=4, image_token_index=256
+    )
+    transformers.Gemma3ForConditionalGeneration(config).save_pretrained(folder)
 
 
 def _write_more_text(folder: Path) -> None:

@@ -135,6 +135,8 @@ def _example(case: FileCase) -> str:
     for section, table in tomllib.loads(_table(case)).items():
         whole = isinstance(table, list) or "name" in table
         job[section] = table if whole else {**job.get(section, {}), **table}
+    if case.kind == "evaluation":  # of two files one is held out; __init__.py may be too short for a sample
+        job["data"] |= {"pattern": "**/[!_]*.py", "validation": 0.5}
     about, _, _ = parts["run"].strip().partition("\n")
     return f"{about}\n{tomli_w.dumps(job)}"
 
