@@ -1,14 +1,15 @@
 """Puts the pages of the documentation into the wheel, for ``forge docs``, and into the source distribution."""
 
 import bz2
-import io
-import tarfile
+import json
 from pathlib import Path
 from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-ARCHIVE = "forge_plugins_monitor/pages/text.tar.bz2"
+ARCHIVE = "forge_plugins_monitor/pages/text.json.bz2"
+LEFT_OUT = ("architecture.md", "promises.md", "scale.md")
+"""Pages for those who work on Forge itself, who have a checkout. ``pages/library.py`` leaves the same ones out."""
 
 
 class Pages(BuildHookInterface):
@@ -23,7 +24,8 @@ class Pages(BuildHookInterface):
         if version == "editable":
             return
         files = [file for glob in ("*.md", "hooks/*.md", "how-to/*.md") for file in sorted(folder.glob(glob))]
-        pages = {file.relative_to(folder).as_posix(): file for file in files}
+        names = {file: file.relative_to(folder).as_posix() for file in files}
+        pages = {name: file for file, name in names.items() if name not in LEFT_OUT}
         included = build_data["force_include"]
         if self.target_name == "sdist":
             included.update({str(page): f"docs/{name}" for name, page in pages.items()})
@@ -36,15 +38,10 @@ class Pages(BuildHookInterface):
         self._archive().unlink(missing_ok=True)
 
     def _archive(self) -> Path:
-        return Path(self.directory) / "text.tar.bz2"
+        return Path(self.directory) / "text.json.bz2"
 
 
 def archive(pages: dict[str, Path]) -> bytes:
     """All in one, much smaller than each by itself; the same bytes for the same pages. bzip2 is best for text."""
-    content = io.BytesIO()
-    with tarfile.open(fileobj=content, mode="w") as tar:
-        for name, page in pages.items():
-            entry = tarfile.TarInfo(name)
-            entry.size = page.stat().st_size
-            tar.addfile(entry, io.BytesIO(page.read_bytes()))
-    return bz2.compress(content.getvalue())
+    texts = {name: page.read_text(encoding="utf-8") for name, page in pages.items()}
+    return bz2.compress(json.dumps(texts, ensure_ascii=False).encode())

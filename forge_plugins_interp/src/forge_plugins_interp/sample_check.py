@@ -120,9 +120,10 @@ def _first_with_several(
 
     own: tuple[int, int] | None = None
     for numbers in _own_batches(n_samples, batch_size, mesh, log):
-        if most(numbers) > 1:
-            each = [(int(number), most(np.array([number]))) for number in numbers]
-            own = next(one for one in each if one[1] > 1)
+        if most(numbers) > 1:  # of a batch that is filled up, perhaps of none
+            each = ((int(number), most(np.array([number]))) for number in numbers)
+            own = next((one for one in each if one[1] > 1), None)
+        if own is not None:
             break
     found: list[Any] = [None] * mesh.world_size
     dist.all_gather_object(found, own)

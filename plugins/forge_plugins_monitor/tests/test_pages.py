@@ -33,7 +33,7 @@ def test_pages_hooks_and_kinds_are_listed(capsys):
     assert main(["docs", "--json"]) == 0
     listed = json.loads(capsys.readouterr().out)
     assert {"name": "running", "title": "Running"} in listed
-    assert len(listed) == len(FILES) - 3  # indices
+    assert len(listed) == len(FILES) - 3 - len(library.LEFT_OUT)  # three are indices
 
 
 @pytest.mark.parametrize("name", ["forge_routers", "router", "hooks/forge_routers.md"])
@@ -107,6 +107,13 @@ def test_a_browser_is_opened_where_html_was_built(tmp_path, capsys, monkeypatch)
     assert opened == [f"{base}/hooks/forge_routers.html", f"{base}/running.html#exit-codes", f"{base}/index.html"]
 
 
+def test_pages_for_those_who_work_on_forge_stay_in_the_checkout(capsys):
+    assert {*library.LEFT_OUT} <= {*FILES}
+    for name in library.LEFT_OUT:
+        assert main(["docs", name.removesuffix(".md")]) == 2
+    assert "no page" in capsys.readouterr().err
+
+
 def test_an_installation_without_pages_says_so(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(library, "PACKAGED", tmp_path / "a")
     monkeypatch.setattr(library, "SOURCES", tmp_path / "b")
@@ -125,7 +132,7 @@ def test_wheels_have_every_page_also_those_of_a_source_distribution(tmp_path, mo
 
     for folder in (PACKAGE, unpacked):
         with zipfile.ZipFile(build("build_wheel", folder, tmp_path / "wheels")) as wheel:
-            packaged = wheel.extract("forge_plugins_monitor/pages/text.tar.bz2", tmp_path / folder.name)
+            packaged = wheel.extract("forge_plugins_monitor/pages/text.json.bz2", tmp_path / folder.name)
             assert "forge_plugins_monitor/plugin.py" in wheel.namelist()
         monkeypatch.setattr(library, "PACKAGED", Path(packaged))
         assert list(pages().values()) == in_checkout

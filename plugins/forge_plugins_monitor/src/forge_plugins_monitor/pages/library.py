@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import bz2
+import json
 import re
-import tarfile
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -11,8 +12,10 @@ import attrs
 
 from forge_core.errors import ConfigError
 
-PACKAGED = Path(__file__).parent / "text.tar.bz2"
+PACKAGED = Path(__file__).parent / "text.json.bz2"
 """Made by ``hatch_build.py`` as the wheel is built."""
+LEFT_OUT = ("architecture.md", "promises.md", "scale.md")
+"""Pages for those who work on Forge itself."""
 SOURCES = Path(__file__).parents[5] / "docs"
 """In a checkout."""
 
@@ -45,14 +48,14 @@ def pages() -> Mapping[str, Page]:
 
 def _packaged() -> dict[str, str]:
     """The text of each page by its file, as in a checkout."""
-    with tarfile.open(PACKAGED) as archive:
-        members = {one.name: archive.extractfile(one) for one in archive.getmembers()}
-        return {name: content.read().decode() for name, content in members.items() if content is not None}
+    texts: dict[str, str] = json.loads(bz2.decompress(PACKAGED.read_bytes()))
+    return texts
 
 
 def _in_checkout() -> dict[str, str]:
     files = [file for glob in ("*.md", "hooks/*.md", "how-to/*.md") for file in sorted(SOURCES.glob(glob))]
-    return {file.relative_to(SOURCES).as_posix(): file.read_text(encoding="utf-8") for file in files}
+    names = {file: file.relative_to(SOURCES).as_posix() for file in files}
+    return {name: file.read_text(encoding="utf-8") for file, name in names.items() if name not in LEFT_OUT}
 
 
 def sections(page: Page) -> Mapping[str, Page]:
