@@ -106,6 +106,7 @@ PATH = [*PATCH, "--answers", "a,b", "--from", "blocks.0.mlp_out", "--to"]
         ([*PATCH, "--metric", "logit_dif"], "did you mean 'logit_diff'"),
         ([*PATCH, "--answers", "a,bc"], "is 2 tokens, and must be one"),
         ([*PATCH, "--answers", "a"], "logit_diff needs two different answers"),
+        ([*PATCH, "--answers", "a", "--sites", "blocks.9.attn_out"], "'blocks.9.attn_out': the model has none"),
         (["patch", "--clean", "ab", "--corrupt", "ab", "--answers", "a,b"], "nothing can be brought back"),
         (
             [*PATCH, "--answers", "a,b", "--by", "hed"],

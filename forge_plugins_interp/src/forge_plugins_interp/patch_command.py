@@ -106,6 +106,8 @@ def patch(
 
     with open_session(run, overrides, catalog=obj.catalog, log=lambda line: click.echo(line, err=True)) as session:
         refuse_pipeline(session)
+        for names in (patterns, senders, receivers, freeze):  # before anything is said of the prompts
+            session.sites.chosen(listed(names or ""))
         tokens = [encoded(session, "--clean", clean), encoded(session, "--corrupt", corrupt)]
         pair = [torch.tensor([one]) for one in tokens]
         with torch.no_grad():
