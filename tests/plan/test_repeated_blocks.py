@@ -160,6 +160,25 @@ def test_microbatches_of_a_pipeline_that_are_repeated_do_what_simulated_ones_do(
             assert list(short.run) == list(whole.run)
 
 
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        "ZBVZeroBubble",
+        pytest.param("InterleavedZeroBubble", marks=pytest.mark.nightly),
+        pytest.param("DualPipeV", marks=pytest.mark.nightly),
+    ],
+)
+def test_all_microbatches_are_simulated_where_backwards_are_split(catalog, job_of, schedule):
+    pipeline = ["parallel.pp=2", "train.grad_accumulation=8", f"parallel.passes.pipeline.schedule={schedule}"]
+    job = job_of(4, "model.n_layers=4", *pipeline)
+    for stage in range(2):
+        short = simulate(job, catalog, 300, 4, stage, timed=True)
+        whole = simulate(job, catalog, 300, 4, stage, shorten=False, timed=True)
+
+        assert short.memory == whole.memory
+        assert list(short.run) == list(whole.run)
+
+
 def test_the_optimizers_step_serves_other_ways_to_recompute(catalog, job_of, left_out):
     plain, recomputed = job_of(4, TWICE), job_of(4, TWICE, FULL)
     optimizer = simulate(plain, catalog, 300, 4, 0).optimizer

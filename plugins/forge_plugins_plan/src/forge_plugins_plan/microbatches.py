@@ -26,14 +26,15 @@ def replayed(ledger: MemoryLedger, n_microbatches: int) -> Iterator[None]:
     ledger what these have done, and leave tensors of the same form to be sent.
 
     Raises:
-        NotRepeatedError: within the context, microbatches do not do the same.
+        NotRepeatedError: within the context, microbatches do not do the same, or a backward is split: what its first
+            half keeps is freed by the second one, at another time for each microbatch.
     """
     if n_microbatches <= _FIRST + 1:
         yield
         return
     replay = _Replay(ledger, {*range(_FIRST), n_microbatches - 1})
     with ExitStack() as stack:
-        for name in ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk"):
+        for name in ("forward_one_chunk", "backward_one_chunk"):
             method = getattr(_PipelineStageBase, name)
             setattr(_PipelineStageBase, name, replay.in_place_of(method, name))
             stack.callback(setattr, _PipelineStageBase, name, method)
@@ -66,13 +67,14 @@ class _Replay:
         """A method of a stage, which takes the number of a microbatch."""
 
         def run(stage: Any, microbatch: int, *args: Any, **options: Any) -> Any:
+            if not options.get("full_backward", True):
+                raise NotRepeatedError("a backward is split")
             if microbatch in self.simulated:
                 return self._note(stage, name, microbatch, partial(method, stage, microbatch, *args, **options))
             self.ledger.log.extend(self._notes(stage, name, microbatch))
             if name == "forward_one_chunk":
                 return self._forward(stage, microbatch)
-            if name == "backward_one_chunk":
-                self._backward(stage, microbatch)
+            self._backward(stage, microbatch)
             return None
 
         return run
@@ -89,7 +91,7 @@ class _Replay:
             trace.notes = notes
             if name == "forward_one_chunk":
                 trace.left = [self.ledger.stand_in(one) for one in stage.fwd_cache[microbatch][0]]
-            elif name == "backward_one_chunk":
+            else:
                 given = stage.bwd_cache[microbatch]
                 trace.left = [None if one is None else self.ledger.stand_in(one) for one in given]
         return result
@@ -104,7 +106,7 @@ class _Replay:
 
     def _unread(self, stage: Any, name: str, microbatch: int) -> list[Work]:
         """What is received for a microbatch, in the order in which the stage keeps it."""
-        if self.ledger.recorder is None or name not in _RECEIVED:
+        if self.ledger.recorder is None:
             return []
         kept = getattr(stage, _RECEIVED[name]).get(microbatch, ())
         buffers = [getattr(one, "buffer", None) for one in kept]
