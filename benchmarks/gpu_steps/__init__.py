@@ -17,6 +17,13 @@ STEPS = (
     Step(name="sparse", asks="20 steps here against the CPU, sparse", seconds=30, run=training.parity_sparse),
     Step(name="experts", asks="experts with 0, 1 and 7 rows", seconds=10, run=kernels.experts),
     Step(name="attention", asks="which kernel each shape gets, and what each takes", seconds=20, run=kernels.attention),
+    Step(
+        name="projections",
+        asks="matrices of one input, apart against fused",
+        seconds=30,
+        run=kernels.projections,
+        gib=10,
+    ),
     Step(name="losses", asks="loss in chunks: kernels of Triton against torch", seconds=20, run=kernels.losses, gib=10),
     Step(name="graphs", asks="graph breaks and recompiles of 50 steps", seconds=60, run=training.recompiles),
     Step(name="waits", asks="does the host wait in a step that logs nothing", seconds=30, run=training.host_waits),

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +28,8 @@ SHAPES = {
     "latent_padded": (16, 16, 192, 192),
 }
 """Query heads, key-value heads, features of a query and of a value."""
+PROJECTIONS = {"qkv": (4096, 1024, 1024), "gate_up": (14336, 14336)}
+"""Rows of the matrices of Llama's 8B that multiply one input, of 4,096 features."""
 KERNELS = {
     "flash": SDPBackend.FLASH_ATTENTION,
     "cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -150,6 +153,41 @@ def _added_at_the_peak(step: Callable[[], None]) -> int:
     torch.cuda.reset_peak_memory_stats()
     step()
     return torch.cuda.max_memory_allocated() - before
+
+
+def projections(setting: Setting) -> Figures:
+    """Products of one input with the matrices that a decoder keeps apart, over those with one fused matrix, forward and
+    backward, written out and compiled: the most that fusing them could win."""
+    tokens, parts = (64, 32) if setting.tiny else (16384, 1)
+    hidden = torch.randn(tokens, 4096 // parts, device=setting.device, dtype=torch.bfloat16, requires_grad=True)
+    figures = {}
+    for name, rows in PROJECTIONS.items():
+        whole = torch.randn(sum(rows) // parts, hidden.shape[1], device=setting.device, dtype=torch.bfloat16)
+        whole.requires_grad_()
+        apart = [one.detach().clone().requires_grad_() for one in whole.split([count // parts for count in rows])]
+        gradient = torch.randn(tokens, len(whole), device=setting.device, dtype=torch.bfloat16)
+        for way, both_ways in (("written_out", _products), ("compiled", torch.compile(_products, dynamic=False))):
+            fused, separate = (
+                seconds_of(functools.partial(_with_gradients, both_ways, hidden, weights, gradient), setting)
+                for weights in ([whole], apart)
+            )
+            figures[f"{name}_{way}_ms"] = round(separate * 1e3, 2)
+            figures[f"{name}_{way}_to_fused"] = round(separate / fused, 3)
+    return figures
+
+
+def _products(hidden: torch.Tensor, weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [F.linear(hidden, weight) for weight in weights]
+
+
+def _with_gradients(
+    products: Callable[[torch.Tensor, Sequence[torch.Tensor]], list[torch.Tensor]],
+    hidden: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    gradient: torch.Tensor,
+) -> None:
+    gradients = gradient.split([len(weight) for weight in weights], dim=1)
+    torch.autograd.grad(products(hidden, weights), [hidden, *weights], gradients)
 
 
 def attention(setting: Setting) -> Figures:

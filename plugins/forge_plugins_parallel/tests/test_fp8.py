@@ -4,17 +4,24 @@ import attrs
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torchao.float8.float8_linear import Float8Linear
 
+from forge_core.config.sections import ParallelSection
 from forge_core.contracts.parallel_pass import PassContext
 from forge_core.distributed.mesh import build_mesh, join_process_group
 from forge_core.errors import ConfigError
 from forge_core.registry.catalog import is_importable
 from forge_core.registry.discovery import discover
-from forge_plugins_parallel.config import Float8Config
+from forge_core.train.build import materialise
+from forge_plugins_parallel.config import Float8Config, FullyShardConfig
+from forge_plugins_parallel.float8_scales import scale_together
 from forge_plugins_parallel.fp8 import Float8, _make_float8
+from forge_plugins_parallel.fsdp import FullyShard
 from forge_plugins_plan.gpus import gpu_named
 from forge_testing.parallel_pass import ParallelPassConformance
+from forge_testing.several_ranks import on_ranks
 from forge_testing.small_model import SmallModel, small_job
 
 CPU = torch.device("cpu")
@@ -264,3 +271,87 @@ def test_without_torchao_validation_says_so(monkeypatch):
 
     with pytest.raises(ConfigError, match=r"'fp8' .* needs 'torchao', which cannot be imported"):
         discover().lookup("parallel_pass", "fp8")
+
+
+class CountedExchanges(TorchDispatchMode):
+    """How often ranks compare numbers."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if DTensor in types:  # what is made of it comes by here again
+            return NotImplemented
+        self.count += func is torch.ops._c10d_functional.all_reduce.default
+        return func(*args, **(kwargs or {}))
+
+
+def gathered(context, **config):
+    with torch.device("meta"):
+        model = SmallModel(dim=32)
+    Float8(Float8Config(**EMULATED, **config)).apply(model, context)
+    return model
+
+
+class GatheredOnTwoRanks:
+    """Exchanges of a forward and backward, with scales of all weights and with each by itself; and outputs of both,
+    after weights have changed in ways of which a tensor keeps no count."""
+
+    def rank(self):
+        job = attrs.evolve(small_job(), parallel=ParallelSection(dp_shard=2))
+        job = attrs.evolve(job, train=attrs.evolve(job.train, precision="bf16"))
+        context = PassContext(build_mesh(job, CPU), job, CPU)
+        model = gathered(context, all_gather=True)
+        FullyShard(FullyShardConfig(reshard_after_forward="always")).apply(model, context)
+        materialise(model, CPU, seed=0)
+        together = [self.step(model) for change in (lambda _: None, by_data, by_a_fused_optimizer) if not change(model)]
+        alone = self.step(without_hook(model))
+        return together, alone
+
+    def step(self, model):
+        with CountedExchanges() as exchanges:
+            output = model(torch.arange(8).reshape(1, 8))
+            output.float().sum().backward()
+        return exchanges.count, output.detach()
+
+
+def by_data(model):
+    for weight in model.parameters():
+        weight.data.mul_(1.7)
+
+
+def by_a_fused_optimizer(model):
+    torch.optim.AdamW(model.parameters(), lr=0.1, fused=True).step()
+
+
+def without_hook(model):
+    """So that torchao computes the scale of each weight as it is gathered."""
+    model._forward_pre_hooks.popitem(last=False)
+    for layer in model.modules():
+        if isinstance(layer, Float8Linear):
+            layer.weight._local_tensor._precomputed_scale = None
+    return model
+
+
+def test_one_exchange_per_forward_scales_all_weights_as_one_each_does():
+    for together, (alone, expected) in on_ranks(GatheredOnTwoRanks, "rank", 2):
+        assert [count for count, _ in together] == [1, 1, 1]
+        assert alone == 2 * 18, "of each layer, in forward and again in backward"
+        outputs = [output for _, output in together]
+        assert torch.equal(outputs[-1], expected)
+        assert not torch.equal(outputs[0], outputs[1])
+        assert not torch.equal(outputs[1], outputs[2])
+
+
+def test_weights_that_ranks_cannot_share_evenly_are_not_gathered_in_float8(context):
+    model = gathered(context, all_gather=True)
+
+    with pytest.raises(ConfigError, match=r"fp8\.all_gather: blocks\.0\.query\.weight has 32 rows, which 3 ranks"):
+        scale_together(model, ranks=3)
+
+
+def test_weights_that_are_gathered_in_bf16_need_no_scales(context):
+    model = gathered(context)
+
+    scale_together(model, ranks=3)
+
+    assert len(model._forward_pre_hooks) == 0

@@ -23,6 +23,7 @@ from forge_core.distributed.mesh import sharding_mesh
 from forge_core.errors import ConfigError, PluginError
 from forge_plugins_parallel.config import FullyShardConfig, even_dimension
 from forge_plugins_parallel.end_units import EndUnit, end_units
+from forge_plugins_parallel.float8_scales import scale_together
 from forge_plugins_parallel.gradient_sums import sums_whole, whole_gradient_bytes
 from forge_plugins_parallel.kept_whole import ComputeDtype, kept_whole
 from forge_plugins_parallel.units import units_of
@@ -83,6 +84,7 @@ class FullyShard:
             end.hook(model, frees=reshards)
         if kept and compute is not None:
             model.register_forward_pre_hook(ComputeDtype(kept, model, compute))
+        scale_together(model, ranks=mesh.size(mesh.ndim - 1))
         _prefetch(model, list(units.values()), ends, self._config.prefetch)
         if not keeps_whole_gradients:
             _reduce_with_each_microbatch(model)
