@@ -16,6 +16,7 @@ from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from forge_core.checkpoint.store import open_checkpoint
+from forge_plugins_parallel.block_scaled import CAPABILITIES
 from gpu_steps.small_run import read_run, train
 from gpu_steps.step import FailedError, Figures, Setting, SkippedError, must
 
@@ -178,7 +179,7 @@ def float8(setting: Setting) -> Figures:
         own = ("parallel.passes.fp8.experts=true",) if sparse else ()
         compiled = () if setting.tiny else (COMPILED,)
         bf16 = train(setting, name, BF16, *compiled, sparse=sparse)
-        for recipe in ("tensorwise", "rowwise"):
+        for recipe in _recipes(setting):
             run = train(
                 setting,
                 f"{name}-{recipe}",
@@ -188,6 +189,14 @@ def float8(setting: Setting) -> Figures:
             )
             distances[f"{name}_{recipe}"] = run.distance(bf16)
     return _within(distances, 5e-2)
+
+
+def _recipes(setting: Setting) -> list[str]:
+    """What the GPU has products for; on a CPU what the sizes allow."""
+    if not setting.is_gpu:
+        return ["tensorwise", "rowwise", "mxfp8"]
+    capability = torch.cuda.get_device_capability(setting.device)
+    return ["tensorwise", "rowwise", *(recipe for recipe, least in CAPABILITIES.items() if capability >= least)]
 
 
 def saving(setting: Setting) -> Figures:

@@ -4,6 +4,7 @@ import attrs
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchao.float8.float8_linear import Float8Linear
@@ -15,9 +16,10 @@ from forge_core.errors import ConfigError
 from forge_core.registry.catalog import is_importable
 from forge_core.registry.discovery import discover
 from forge_core.train.build import materialise
+from forge_plugins_parallel.block_scaled import BlockScaledLinear, _rounded
 from forge_plugins_parallel.config import Float8Config, FullyShardConfig
 from forge_plugins_parallel.float8_scales import scale_together
-from forge_plugins_parallel.fp8 import Float8, _make_float8
+from forge_plugins_parallel.fp8 import Float8
 from forge_plugins_parallel.fsdp import FullyShard
 from forge_plugins_plan.gpus import gpu_named
 from forge_testing.parallel_pass import ParallelPassConformance
@@ -103,7 +105,10 @@ def test_matrices_in_blocks_are_converted_and_the_head_is_not(context):
     assert converted(context, **EMULATED) == [f"blocks.{block}.{layer}" for block in range(3) for layer in layers]
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
+RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8")
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_a_layer_is_as_exact_as_float8_is(recipe):
     """Rounding to m bits of mantissa is off by up to 2^-(m+1), and by 2^-(m+1) / √3 · (about 0.7) in the mean square,
     for each of two factors: 0.036 for a product of e4m3 (m = 3), 0.057 with one of e5m2 (m = 2)."""
@@ -111,8 +116,7 @@ def test_a_layer_is_as_exact_as_float8_is(recipe):
     linear, hidden, gradient = nn.Linear(256, 128, bias=False), torch.randn(64, 256), torch.randn(64, 128)
     exact = linear(hidden)
     expected = {"output": exact.detach(), "input": gradient @ linear.weight.detach(), "weight": gradient.T @ hidden}
-    pass_ = Float8(Float8Config(recipe=recipe, emulate=True))
-    _make_float8(linear, pass_._torchao_config())
+    convert(linear, recipe)
 
     hidden.requires_grad_()
     output = linear(hidden)
@@ -124,6 +128,112 @@ def test_a_layer_is_as_exact_as_float8_is(recipe):
     assert 0.02 < errors["output"] < 0.04
     assert 0.02 < errors["input"] < coarse
     assert errors["weight"] < 1e-5 if recipe == "rowwise_with_gw_hp" else 0.02 < errors["weight"] < coarse
+
+
+@pytest.mark.parametrize("recipe", ["blockwise", "mxfp8"])
+def test_a_large_value_costs_its_own_block_its_exactness_and_no_other(recipe):
+    torch.manual_seed(0)
+    linear, hidden = nn.Linear(512, 256), torch.randn(384, 512)
+    hidden[0, 0] = 1e6  # small values beside it are rounded to nothing
+    selected = torch.zeros(256, 512)
+    selected[:, 128:] = torch.randn(256, 384)  # nothing of its block counts
+    linear.weight = nn.Parameter(selected)
+    exact = linear(hidden).detach()
+    convert(linear, recipe)
+
+    found = linear(hidden).detach()
+
+    assert (found - exact).norm() / exact.norm() < 0.04
+
+
+@pytest.mark.parametrize("recipe", ["blockwise", "mxfp8"])
+def test_rows_need_not_fill_a_block(recipe):
+    torch.manual_seed(0)
+    linear, hidden, gradient = nn.Linear(256, 128), torch.randn(2, 100, 256), torch.randn(2, 100, 128)
+    convert(linear, recipe)
+    filled = [torch.cat([one.flatten(0, 1), torch.zeros(56, one.shape[-1])]) for one in (hidden, gradient)]
+
+    found = outputs_and_gradients(linear, hidden, gradient)
+
+    expected = outputs_and_gradients(linear, *filled)
+    for got, want in zip(found, expected, strict=True):
+        assert torch.allclose(got.flatten(0, -2)[:200], want[:200], rtol=1e-5, atol=1e-4)
+
+
+def convert(linear, recipe):
+    Float8(Float8Config(recipe=recipe, emulate=True))._conversion(None, is_planned=False)(linear)
+
+
+def outputs_and_gradients(linear, hidden, gradient):
+    hidden = hidden.clone().requires_grad_()
+    output = linear(hidden)
+    return output.detach(), *torch.autograd.grad(output, [hidden, linear.weight], gradient)
+
+
+def test_blocks_are_scaled_by_their_largest_value():
+    """By the definition, block by block, in float64."""
+    torch.manual_seed(0)
+    matrix = torch.randn(256, 384) * torch.logspace(-6, 6, 384)
+    for rows, columns in ((1, 128), (128, 1), (128, 128)):
+        expected = torch.empty_like(matrix)
+        for top in range(0, 256, rows):
+            for left in range(0, 384, columns):
+                block = matrix[top : top + rows, left : left + columns].double()
+                scale = 448 / block.abs().max()
+                rounded = (block * scale).float().to(torch.float8_e4m3fn).double() / scale
+                expected[top : top + rows, left : left + columns] = rounded.float()
+        assert torch.allclose(_rounded(matrix, rows, columns), expected, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "gpu", "least"),
+    [("mxfp8", "h100", "10.0"), ("blockwise", "a100-80", "9.0"), ("rowwise", "a100-80", "8.9")],
+)
+def test_a_gpu_without_the_products_of_a_recipe_is_refused(context, recipe, gpu, least):
+    planned = attrs.evolve(context, planned_gpu=gpu_named(gpu))
+
+    with pytest.raises(
+        ConfigError, match=rf"{gpu} does not multiply in float8.* from compute capability {least} on do"
+    ):
+        converted(planned, min_dim=16, recipe=recipe)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "dim", "count"), [("blockwise", 128, 18), ("blockwise", 160, 0), ("mxfp8", 160, 18)]
+)
+def test_layers_that_blocks_do_not_divide_are_left_alone(context, recipe, dim, count):
+    with torch.device("meta"):
+        model = SmallModel(dim=dim)
+
+    Float8(Float8Config(**EMULATED, recipe=recipe)).apply(model, context)
+
+    assert sum(isinstance(module, BlockScaledLinear) for module in model.modules()) == count
+
+
+@pytest.mark.parametrize("recipe", ["blockwise", "mxfp8"])
+def test_a_plan_counts_products_in_float8(context, recipe):
+    """It has no such GPU, nor torchao's kernels."""
+    planned = attrs.evolve(context, planned_gpu=gpu_named("b200"))
+
+    with FakeTensorMode(), CountedProducts() as products:
+        linear = nn.Linear(256, 128, dtype=torch.bfloat16)
+        Float8(Float8Config(recipe=recipe))._conversion(planned.planned_gpu.capability, is_planned=True)(linear)
+        hidden = torch.empty(2, 100, 256, dtype=torch.bfloat16, requires_grad=True)
+        output = linear(hidden)
+        output.sum().backward()
+
+    assert products.names == ["_scaled_mm"] * 3
+    assert output.shape == (2, 100, 128)
+
+
+class CountedProducts(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names += [name for name in ("_scaled_mm", "mm", "addmm") if func is getattr(torch.ops.aten, name).default]
+        return func(*args, **(kwargs or {}))
 
 
 def test_small_layers_are_left_alone(context):

@@ -138,6 +138,10 @@ TRAININGS: Mapping[str, Sequence[str]] = {
     "phases bf16": [_FROZEN_THEN_THAWED, "train.precision=bf16"],
     "auxiliary": ['model.feed_forward={name="sized_mlp"}'],
     "bf16": ["train.precision=bf16"],
+    "wide bf16": [  # in blocks of 128, on each of two ranks
+        *("train.precision=bf16", "optimizer.lr=0.0001", "model.dim=256", "model.n_heads=2", "model.n_kv_heads=2"),
+        'model.feed_forward={name="mlp", hidden_dim=256}',
+    ],
     "latent": [  # every second layer; the others have heads, and rotated features, of another size
         'model.mixer={name="latent", kv_rank=24, q_rank=16, plain_dim=6, rotary_dim=2, value_dim=6}',
         'model.layers=[{at="1::2", mixer="attention"}]',
@@ -301,6 +305,7 @@ AC = "parallel.passes.activation_checkpointing"
 COMPILE = "parallel.passes.compile"
 FP8_PASS = "parallel.passes.fp8"
 EMULATED = [f"{FP8_PASS}.emulate=true", f"{FP8_PASS}.min_dim=16"]
+BLOCKWISE = [f"{FP8_PASS}.emulate=true", f"{FP8_PASS}.min_dim=128", f"{FP8_PASS}.recipe=blockwise"]
 EXPERTS_ONLY = [*EMULATED, f"{FP8_PASS}.experts=true", f'{FP8_PASS}.exclude=["*.attention.*"]']
 CHUNKED = ["loss.name=chunked_cross_entropy", "loss.chunk_size=48"]
 PENALISED_IN_CHUNKS = ['loss.loss.loss={name="chunked_cross_entropy", chunk_size=48}']
@@ -419,6 +424,10 @@ CELLS: Mapping[str, Cell] = {
     "fp8-tensorwise": Cell(1, EMULATED, "bf16", FP8),
     "fp8-rowwise-ac-selective": Cell(1, [*EMULATED, f"{FP8_PASS}.recipe=rowwise", f"{AC}.mode=selective"], "bf16", FP8),
     "fp8-rowwise-exact-gradients": Cell(1, [*EMULATED, f"{FP8_PASS}.recipe=rowwise_with_gw_hp"], "bf16", FP8),
+    "fp8-mxfp8-ac-selective": Cell(1, [*EMULATED, f"{FP8_PASS}.recipe=mxfp8", f"{AC}.mode=selective"], "bf16", FP8),
+    "fp8-mxfp8-compiled": Cell(1, [*EMULATED, f"{FP8_PASS}.recipe=mxfp8", f"{COMPILE}=true"], "bf16", FP8),
+    "fp8-blockwise-compiled": Cell(1, [*BLOCKWISE, f"{COMPILE}=true"], "wide bf16", FP8),
+    "tp2-fsdp2-fp8-blockwise": Cell(4, [TP2, HALF, *BLOCKWISE], "wide bf16", FP8),
     # data parallelism
     "fsdp2": Cell(2, [HALF]),
     "fsdp2-microbatches2": Cell(2, TWO_SMALL_MICROBATCHES),

@@ -316,17 +316,19 @@ class ActivationCheckpointingConfig:
             yield "memory_gib", f'must be given with mode = "auto" where run.device = "{job.run.device}"'
 
 
-FLOAT8_MULTIPLE = 16
-"""Sizes of what is multiplied in float8 must be multiples of this."""
+FLOAT8_BLOCKS = {"blockwise": 128, "mxfp8": 32}
+"""Values in a row that share a scale, by recipe. Of weights, ``blockwise`` scales squares of 128 × 128."""
 
 
 @attrs.frozen(kw_only=True)
 class Float8Config:
     """``[parallel.passes.fp8]``."""
 
-    recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "tensorwise"
-    """How values are scaled into float8: one scale a tensor (fastest), one a row (more exact), or one a row with
-    gradients of weights computed in ``train.precision`` (most exact)."""
+    recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8"] = "tensorwise"
+    """How values are scaled into float8: one scale per tensor (fastest); one per row (more exact); one per row with
+    gradients of weights computed in ``train.precision`` (most exact). In blocks of a row with all gradients in float8:
+    ``blockwise`` as DeepSeek-V3, 128 values each and weights in squares of 128 × 128 (GPUs from compute capability 9.0
+    on); ``mxfp8``, 32 values each with powers of two (from 10.0 on)."""
     min_dim: int = attrs.field(default=1024, validator=ge(16))
     """Layers with fewer input or output features on a rank are left alone: converting costs them more than it saves."""
     exclude: tuple[str, ...] = ()
@@ -350,13 +352,17 @@ class Float8Config:
         if layers and knows_all and not any(self.takes(features) for features in on_a_rank):
             sentence = (
                 f"no linear layer of a block has at least {self.min_dim} input and output features on a rank, in "
-                f"multiples of {FLOAT8_MULTIPLE}, so that none would be in float8; lower it, or take the pass out"
+                f"multiples of {self._multiple}, so that none would be in float8; lower it, or take the pass out"
             )
             yield "min_dim", sentence
 
     def takes(self, features: Sequence[int]) -> bool:
         """Return whether a linear layer with so many features on a rank is converted, its name permitting."""
-        return all(size >= self.min_dim and size % FLOAT8_MULTIPLE == 0 for size in features)
+        return all(size >= self.min_dim and size % self._multiple == 0 for size in features)
+
+    @property
+    def _multiple(self) -> int:
+        return FLOAT8_BLOCKS.get(self.recipe, 16)
 
 
 @attrs.frozen(kw_only=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -17,7 +17,8 @@ from forge_core.contracts.observation import Ends
 from forge_core.contracts.parallel_pass import PassContext
 from forge_core.errors import ConfigError
 from forge_core.ops.local_tensor import local_tensor
-from forge_plugins_parallel.config import Float8Config
+from forge_plugins_parallel.block_scaled import CAPABILITIES, BlockScaledLinear, Product, class_with, product_of
+from forge_plugins_parallel.config import FLOAT8_BLOCKS, Float8Config
 
 _KEY = "parallel.passes.fp8"
 
@@ -46,10 +47,10 @@ class Float8:
             self._refuse_idle_patterns(model)
             if self._config.experts and not experts:
                 raise ConfigError(f"{_KEY}.experts: {self._why_no_experts(model)}")
-        config = self._torchao_config()
+        convert = self._conversion(capability, is_planned=context.planned_gpu is not None)
         touched = []
         for name, linear in self._chosen(model):
-            _make_float8(linear, config)
+            convert(linear)
             touched.append(name)
         for name, module in experts:
             try:
@@ -74,10 +75,12 @@ class Float8:
             name, capability = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
         else:
             name, capability = device.type, (0, 0)
-        if capability < (8, 9):
+        least = CAPABILITIES.get(self._config.recipe, (8, 9))
+        if capability < least:
+            how = f" with recipe = {self._config.recipe!r}" if self._config.recipe in CAPABILITIES else ""
             raise ConfigError(
-                f"{_KEY}: {name} does not multiply in float8 (GPUs from compute capability 8.9 on do; a "
-                "plan is told by --gpu); set emulate = true to try it out slowly, or take the pass out"
+                f"{_KEY}: {name} does not multiply in float8{how} (GPUs from compute capability {least[0]}.{least[1]} "
+                "on do; a plan is told by --gpu); set emulate = true to try it out slowly, or take the pass out"
             )
         return capability
 
@@ -93,6 +96,14 @@ class Float8:
                     f"{_KEY}.exclude: {pattern!r} fits no {what}; there are {', '.join(names[:8])}"
                     f"{' and more' if len(names) > 8 else ''}"
                 )
+
+    def _conversion(self, capability: tuple[int, int] | None, *, is_planned: bool) -> Callable[[Any], None]:
+        """What makes a layer, in place, one that multiplies in float8."""
+        recipe = self._config.recipe
+        if recipe in FLOAT8_BLOCKS:
+            product = product_of(recipe, capability, is_planned=is_planned)
+            return functools.partial(_scale_in_blocks, product=product, block=FLOAT8_BLOCKS[recipe])
+        return functools.partial(_make_float8, config=self._torchao_config())
 
     def _torchao_config(self) -> Float8LinearConfig:
         base = Float8LinearConfig.from_recipe_name(self._config.recipe)
@@ -150,21 +161,18 @@ def _stacks_of(model: Any) -> list[tuple[str, nn.Module]]:
 def _make_float8(linear: Any, config: Float8LinearConfig) -> None:
     """In place, so that hooks of earlier passes stay."""
     converted = Float8Linear.from_float(linear, config)
-    linear.__class__ = _float8_class(linear.__class__)
+    linear.__class__ = class_with(linear.__class__, Float8Linear)
     linear.weight = converted.weight
     for name, value in vars(converted).items():
         if name not in vars(linear):
             setattr(linear, name, value)
 
 
+def _scale_in_blocks(linear: Any, *, product: Product, block: int) -> None:
+    linear.__class__ = class_with(linear.__class__, BlockScaledLinear)
+    linear.product, linear.block = product, block
+
+
 def _is_plain(own: type[nn.Linear]) -> bool:
     """Return whether it multiplies as ``nn.Linear`` does: that itself, or with something mixed in before and after."""
     return own is nn.Linear or (nn.Linear in own.__bases__ and "forward" not in vars(own))
-
-
-@functools.cache  # one class for all layers of a kind, so that blocks still share one compiled graph
-def _float8_class(own: Any) -> Any:
-    if own is nn.Linear:
-        return Float8Linear
-    bases = tuple(Float8Linear if base is nn.Linear else base for base in own.__bases__)
-    return type(f"Float8{own.__name__}", bases, {"__module__": __name__})

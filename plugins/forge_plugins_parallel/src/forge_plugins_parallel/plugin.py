@@ -61,7 +61,7 @@ def forge_parallel_passes() -> Iterable[PassComponent]:
     )
     yield PassComponent(
         name="fp8",
-        summary="linear layers of blocks in float8 (torchao), tensorwise and rowwise scales; experts too if asked",
+        summary="linear layers of blocks in float8 (torchao), scales per tensor, row or block; experts too if asked",
         factory="forge_plugins_parallel.fp8:Float8",
         config="forge_plugins_parallel.config:Float8Config",
         phase="swap",
