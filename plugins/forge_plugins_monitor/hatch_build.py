@@ -8,7 +8,7 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 ARCHIVE = "forge_plugins_monitor/pages/text.json.bz2"
-LEFT_OUT = ("architecture.md", "glossary.md", "promises.md", "scale.md")
+LEFT_OUT = ("architecture.md", "glossary.md", "hooks/public-modules.md", "promises.md", "scale.md")
 """Pages for those who work on Forge itself, who have a checkout. ``pages/library.py`` leaves the same ones out."""
 
 
