@@ -159,6 +159,7 @@ def recomputation(setting: Setting) -> Figures:
         "selective": (f"{key}.mode=selective",),
         "second": (f"{key}.mode=full", f"{key}.every=2"),
         "budget": (f"{key}.mode=budget", f"{key}.budget=0.5"),
+        **({"offload": (f"{key}.mode=offload",)} if setting.is_gpu else {}),
     }
     runs = {mode: train(setting, mode, BF16, COMPILED, *MASKED, *keys) for mode, keys in modes.items()}
     memory = {f"{mode}_gib": round(run.memory_gib, 3) for mode, run in {"kept": kept, **runs}.items()}

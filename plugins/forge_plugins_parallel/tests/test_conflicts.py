@@ -53,6 +53,11 @@ OFFLOADED = ["run.device=cuda", f"{FSDP}.cpu_offload=true"]
 ASYNC = ["run.device=cuda", "parallel.tp=2", f"{TP}.async_tp=true"]
 
 CASES = {
+    ("activation_checkpointing", "run.device"): (
+        ["run.device=cpu", f"{AC}.mode=offload"],
+        'activation_checkpointing.mode: "offload" cannot be combined with run.device = "cpu"',
+        "activation_checkpointing.mode=full",
+    ),
     ("pipeline", "activation_checkpointing"): (
         [*ZERO_BUBBLE, f"{AC}.mode=selective"],
         'pipeline.schedule: "ZBVZeroBubble" cannot be combined with mode = "selective" of \'activation_checkpointing\'',

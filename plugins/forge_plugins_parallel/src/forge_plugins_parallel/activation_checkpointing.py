@@ -1,8 +1,9 @@
-"""Activation checkpointing: what a block computes on the way forward is computed again on the way back, not kept."""
+"""Activation checkpointing: what a block computes on the way forward is computed again on the way back, not kept on the
+device."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any, Literal
@@ -22,6 +23,7 @@ from torch.utils.checkpoint import (
 
 from forge_core.contracts.parallel_pass import PassContext
 from forge_core.errors import ConfigError
+from forge_plugins_parallel.activation_offload import offload
 from forge_plugins_parallel.config import ActivationCheckpointingConfig
 from forge_plugins_parallel.kept_operations import KeptOperations
 from forge_plugins_parallel.recompute_choice import choose
@@ -52,6 +54,8 @@ class ActivationCheckpointing:
             # read by the partitioner when a block is compiled, which is at its first forward
             functorch_config.activation_memory_budget = self._config.budget
             return model, list(units)
+        if self._config.mode == "offload":
+            return model, self._offload(model, units, context)
         kept = KeptOperations.of(model, self._config.keep, self._config.products_every)
         chosen = self._choose(model, context, kept)
         kept_by = {"selective": kept, "full": KeptOperations()}
@@ -73,10 +77,26 @@ class ActivationCheckpointing:
                 'operation to keep in its recompute_plan; take "full", or name some in keep'
             )
         if mode == "full" or mode == "selective":
-            blocks = [f"blocks.{name}" for name in model.blocks]
-            left_out = set(blocks) - set(blocks[:: self._config.every])
-            return dict.fromkeys((name for name in units_of(model) if name not in left_out), mode)
+            return dict.fromkeys(self._every(model), mode)
         return {}
+
+    def _every(self, model: Any) -> list[str]:
+        """Every n-th block, and all further units."""
+        blocks = [f"blocks.{name}" for name in model.blocks]
+        left_out = set(blocks) - set(blocks[:: self._config.every])
+        return [name for name in units_of(model) if name not in left_out]
+
+    def _offload(self, model: Any, units: Mapping[str, nn.Module], context: PassContext) -> list[str]:
+        """Without a pipeline, what the last block keeps would come back at once."""
+        last = f"blocks.{list(model.blocks)[-1]}" if context.mesh.degrees["pp"] == 1 else None
+        chosen = [name for name in self._every(model) if name != last]
+        if not chosen:
+            raise ConfigError(
+                'parallel.passes.activation_checkpointing.mode = "offload" keeps the activations of the last block '
+                "on the GPU, and no other is meant; take the pass out"
+            )
+        offload((units[name] for name in chosen), context.device)
+        return chosen
 
 
 def _with_attention(kept: KeptOperations, context: PassContext) -> KeptOperations:

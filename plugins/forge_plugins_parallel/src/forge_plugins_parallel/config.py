@@ -287,14 +287,15 @@ def _names_operations(_: object, __: "attrs.Attribute[Any]", patterns: tuple[str
 class ActivationCheckpointingConfig:
     """``[parallel.passes.activation_checkpointing]``."""
 
-    mode: Literal["none", "full", "selective", "budget", "auto"] = "full"
+    mode: Literal["none", "full", "selective", "budget", "auto", "offload"] = "full"
     """What to compute again in backward instead of keeping it, in blocks and in further units of the model (the layers
     of an encoder). ``full``: all of a block, of which only the input is kept. ``selective``: all but the operations
     that the model calls dear (matrix products and attention). ``budget``: torch.compile decides within ``budget``.
-    ``auto``: the least that fits into the memory. ``none``: nothing."""
-    every: int = attrs.field(default=1, validator=[ge(1), _for_mode("full", "selective")])
-    """Recompute only every n-th block, beginning with the first. Units of a model beside its blocks, such as the layers
-    of an encoder, are not counted, and all recomputed."""
+    ``auto``: the least that fits into the memory. ``offload``: nothing; what a block keeps waits in the host's memory,
+    and comes back before backward needs it (but for the last block's). ``none``: nothing."""
+    every: int = attrs.field(default=1, validator=[ge(1), _for_mode("full", "selective", "offload")])
+    """Recompute, or offload, only every n-th block, beginning with the first. Units of a model beside its blocks, such
+    as the layers of an encoder, are not counted, and all are meant."""
     keep: tuple[str, ...] = attrs.field(default=(), validator=[_names_operations, _for_mode("selective", "auto")])
     """Operations whose results ``selective`` keeps, in place of the ones that the model calls dear and all that send:
     names, and patterns of them, such as ``["aten.mm", "*attention*", "_c10d_functional.*"]``. One product of matrices

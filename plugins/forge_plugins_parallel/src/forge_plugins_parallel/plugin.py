@@ -14,13 +14,19 @@ _SPLIT_BACKWARD = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 def forge_parallel_passes() -> Iterable[PassComponent]:
     yield PassComponent(
         name="activation_checkpointing",
-        summary="computes activations again instead of keeping them: all, some, or as few as memory allows",
+        summary="recomputes activations (all, some, or as few as memory allows), or keeps them in the host's memory",
         factory="forge_plugins_parallel.activation_checkpointing:ActivationCheckpointing",
         config="forge_plugins_parallel.config:ActivationCheckpointingConfig",
         phase="checkpointing",
         compared=({"mode": "selective"}, {"mode": "full"}),
         needs=(Need("compile", "it is torch.compile that keeps to the budget", when={"mode": "budget"}),),
         conflicts=(
+            Conflict(
+                "run.device",
+                "it takes activations off a CUDA device",
+                when={"mode": "offload"},
+                values=("cpu", "mps"),
+            ),
             Conflict(
                 "parallel.pp",
                 "there is no telling how many microbatches a pipeline stage holds at a time; choose another mode",

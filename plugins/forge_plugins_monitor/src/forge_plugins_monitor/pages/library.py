@@ -14,8 +14,11 @@ from forge_core.errors import ConfigError
 
 PACKAGED = Path(__file__).parent / "text.json.bz2"
 """Made by ``hatch_build.py`` as the wheel is built."""
-LEFT_OUT = ("architecture.md", "glossary.md", "hooks/public-modules.md", "promises.md", "scale.md")
-"""Pages for those who work on Forge itself."""
+LEFT_OUT = (
+    *("architecture.md", "glossary.md", "hooks/public-modules.md", "promises.md", "scale.md"),
+    "published-models.md",
+)
+"""Pages for those who work on Forge itself, and a table that the README of forge-plugins-hf has, too."""
 SOURCES = Path(__file__).parents[5] / "docs"
 """In a checkout."""
 

@@ -1,0 +1,299 @@
+"""Activations in the host's memory. Here both memories are one; streams and page-locked memory are a GPU's tests."""
+
+import weakref
+from types import SimpleNamespace
+
+import attrs
+import pytest
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from forge_core.config.sections import ParallelSection
+from forge_core.contracts.parallel_pass import PassContext
+from forge_core.distributed.mesh import build_mesh, join_process_group
+from forge_core.errors import ConfigError
+from forge_core.train.build import materialise
+from forge_plugins_parallel import activation_offload
+from forge_plugins_parallel.activation_checkpointing import ActivationCheckpointing
+from forge_plugins_parallel.activation_offload import _Kept, offload
+from forge_plugins_parallel.compile import Compile
+from forge_plugins_parallel.config import ActivationCheckpointingConfig, CompileConfig, FullyShardConfig
+from forge_plugins_parallel.fsdp import FullyShard
+from forge_testing.parallel_pass import ParallelPassConformance
+from forge_testing.several_ranks import on_ranks
+from forge_testing.small_model import SmallModel, cross_entropy, small_job
+
+CPU = torch.device("cpu")
+CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
+
+
+class TestOffload(ParallelPassConformance):
+    component = "forge-plugins-parallel:activation_checkpointing"
+    config = {"mode": "offload"}
+
+    @pytest.fixture(autouse=True)
+    def every_size(self, monkeypatch):
+        monkeypatch.setattr(activation_offload, "SMALLEST", 1)
+
+
+@pytest.fixture
+def copies(monkeypatch):
+    """Those that have been made."""
+    monkeypatch.setattr(activation_offload, "SMALLEST", 1)
+    made = []
+
+    class Counted(_Kept):
+        def __init__(self, tensor, streams):
+            super().__init__(tensor, streams)
+            self.of = tensor.untyped_storage()._cdata
+            made.append(weakref.ref(self))
+
+    monkeypatch.setattr(activation_offload, "_Kept", Counted)
+    return made
+
+
+def model_on(device, n_layers=3, dim=16):
+    with torch.device("meta"):
+        model = SmallModel(n_layers=n_layers, dim=dim)
+    materialise(model, torch.device(device), seed=0)
+    return model
+
+
+def step(model, device="cpu", length=8, keep=False):
+    tokens = torch.arange(2 * length, device=device).reshape(2, length) % 32
+    total = model(tokens, targets=tokens, loss=cross_entropy).total
+    total.backward(retain_graph=keep)
+    return total, [parameter.grad for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("device", ["cpu", CUDA])
+def test_losses_and_gradients_are_what_they_are_without(copies, device):
+    expected, gradients = step(model_on(device, dim=256), device, length=64)
+    model = model_on(device, dim=256)
+    offload(model.blocks.values(), torch.device(device))
+
+    for _ in range(3):  # memory of the steps before is used again
+        model.zero_grad()
+        found, own = step(model, device, length=64)
+
+        assert torch.equal(found, expected)
+        assert all(torch.equal(got, want) for got, want in zip(own, gradients, strict=True))
+    assert len(copies) > 30
+
+
+def test_nothing_stays_after_a_step(copies):
+    model = model_on("cpu")
+    offload(model.blocks.values(), CPU)
+
+    step(model)
+
+    assert [one for one in copies if one() is not None] == []
+
+
+def alive_after_forward(model):
+    """Of each block, whether what its wide layer has made is in the memory of the device until backward."""
+    made = []
+    for block in model.blocks.values():
+        block.up.register_forward_hook(lambda *call: made.append(StorageWeakRef(call[-1].untyped_storage())))
+    tokens = torch.arange(16).reshape(2, 8)
+    loss = model(tokens, targets=tokens, loss=cross_entropy).total
+    return [not storage.expired() for storage in made], loss
+
+
+def test_activations_leave_the_device_during_forward(copies):
+    plain, offloaded = model_on("cpu"), model_on("cpu")
+    offload(list(offloaded.blocks.values())[:2], CPU)
+
+    assert alive_after_forward(plain)[0] == [True, True, True]
+    assert alive_after_forward(offloaded)[0] == [False, False, True]
+
+
+def test_a_tensor_that_is_saved_often_is_copied_once(copies):
+    """By the products for query, key and value."""
+    model = model_on("cpu", n_layers=1)
+    offload(model.blocks.values(), CPU)
+
+    kept = alive_after_forward(model)[1]
+
+    storages = sum(one() is not None for one in copies)
+    packed = sum(isinstance(saved, activation_offload._Packed) for saved in packed_by(kept))
+    assert 0 < storages < packed
+
+
+def packed_by(loss):
+    """What the graph of a loss holds in place of tensors."""
+    found, seen, open_ = [], set(), [loss.grad_fn]
+    while open_:
+        node = open_.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        open_ += [following for following, _ in node.next_functions]
+        found += [getattr(node, name).data for name in dir(node) if name.startswith("_raw_saved") and packs(node, name)]
+    return found
+
+
+def packs(node, name):
+    saved = getattr(node, name)
+    return hasattr(saved, "data") and isinstance(getattr(saved, "data", None), activation_offload._Packed)
+
+
+def test_parameters_stay(copies):
+    model = model_on("cpu")
+    offload(model.blocks.values(), CPU)
+
+    loss = alive_after_forward(model)[1]
+
+    assert loss.requires_grad
+    parameters = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
+    assert parameters.isdisjoint(one().of for one in copies)
+
+
+def test_small_tensors_stay(copies, monkeypatch):
+    model = model_on("cpu")
+    offload(model.blocks.values(), CPU)
+    monkeypatch.setattr(activation_offload, "SMALLEST", 2**20)
+
+    step(model)
+
+    assert copies == []
+
+
+def test_what_several_blocks_save_stays(copies):
+    """A table of positions would otherwise be copied for each."""
+
+    class Turned(nn.Module):
+        def forward(self, hidden, table):
+            return hidden * table
+
+    blocks, table = [Turned() for _ in range(4)], torch.randn(32)
+    offload(blocks, CPU)
+    hidden = torch.randn(32, requires_grad=True)
+    for block in blocks:
+        hidden = block(hidden, table)
+
+    assert len([one for one in copies if one() is not None and one()._size == table.nbytes]) == 1
+
+
+def test_activations_come_back_a_block_ahead(copies, monkeypatch):
+    model = model_on("cpu")
+    offload(model.blocks.values(), CPU)
+    order = []
+    copy_back = activation_offload._Visit._copy_back
+
+    def noted(visit):
+        if not visit._is_coming_back:
+            order.append(visit)
+        copy_back(visit)
+
+    monkeypatch.setattr(activation_offload._Visit, "_copy_back", noted)
+    for name, block in model.blocks.items():
+        block.up.register_full_backward_hook(lambda *_, name=name: order.append(name))
+
+    step(model)
+
+    assert [one if isinstance(one, str) else "visit" for one in order] == ["visit", "visit", "2", "visit", "1", "0"]
+
+
+def test_a_graph_can_be_walked_twice(copies):
+    """As zero-bubble schedules do."""
+    model = model_on("cpu")
+    offload(model.blocks.values(), CPU)
+    total, gradients = step(model, keep=True)
+    once = [gradient.clone() for gradient in gradients]
+
+    total.backward()
+
+    assert all(torch.equal(parameter.grad, 2 * g) for parameter, g in zip(model.parameters(), once, strict=True))
+
+
+def test_an_error_in_a_block_leaves_no_hook_behind(copies):
+    block = nn.Linear(4, 4)
+    offload([block], CPU)
+    with pytest.raises(RuntimeError, match="cannot be multiplied"):
+        block(torch.randn(2, 5))
+    del copies[:]
+
+    (torch.randn(4, requires_grad=True).exp()).sum().backward()
+
+    assert copies == []
+
+
+@pytest.fixture
+def context():
+    join_process_group(CPU)
+    job = small_job()
+    yield PassContext(build_mesh(job, CPU), job, CPU)
+    torch.distributed.destroy_process_group()
+
+
+def touched(context, n_layers=5, pp=1, **config):
+    with torch.device("meta"):
+        model = SmallModel(n_layers=n_layers)
+    mesh = SimpleNamespace(degrees={**context.mesh.degrees, "pp": pp})
+    config = ActivationCheckpointingConfig(mode="offload", **config)
+    return list(ActivationCheckpointing(config).apply(model, attrs.evolve(context, mesh=mesh))[1])
+
+
+def test_the_last_block_keeps_its_own(context):
+    assert touched(context) == ["blocks.0", "blocks.1", "blocks.2", "blocks.3"]
+    assert touched(context, every=2) == ["blocks.0", "blocks.2"]
+
+
+def test_every_block_of_a_stage_is_meant(context):
+    """Other microbatches come before the backward of one."""
+    assert touched(context, n_layers=2, pp=2) == ["blocks.0", "blocks.1"]
+
+
+def test_a_model_of_one_block_has_nothing_to_offload(context):
+    with pytest.raises(ConfigError, match="keeps the activations of the last block on the GPU, and no other is meant"):
+        touched(context, n_layers=1)
+
+
+class OnTwoRanks:
+    """Losses and gradients under fsdp, compiled, with and without."""
+
+    def rank(self):
+        activation_offload.SMALLEST = 1
+        return self.train([]), self.train([ActivationCheckpointing(ActivationCheckpointingConfig(mode="offload"))])
+
+    def train(self, passes):
+        job = attrs.evolve(small_job(), parallel=ParallelSection(dp_shard=2))
+        context = PassContext(build_mesh(job, CPU), job, CPU)
+        with torch.device("meta"):
+            model = SmallModel()
+        sharded = FullyShard(FullyShardConfig(reshard_after_forward="always"))
+        for one in (*passes, Compile(CompileConfig()), sharded):
+            one.apply(model, context)
+        materialise(model, CPU, seed=0)
+        steps = []
+        for _ in range(2):
+            model.zero_grad()
+            total, gradients = step(model)
+            steps.append([total.detach(), *(gradient.full_tensor() for gradient in gradients)])
+        return steps
+
+
+def test_compiled_blocks_that_ranks_share_are_what_they_are_without():
+    for plain, offloaded in on_ranks(OnTwoRanks, "rank", 2):
+        for expected, found in zip(plain, offloaded, strict=True):
+            assert all(torch.equal(got, want) for got, want in zip(found, expected, strict=True))
+
+
+@pytest.mark.gpu
+def test_a_gpu_has_the_memory_for_itself():
+    """The peak of a model of many blocks is nearer to that of recomputation than to that of keeping."""
+
+    def peak(prepare):
+        model = model_on("cuda", n_layers=12, dim=512)
+        prepare(list(model.blocks.values())[:-1])
+        step(model, "cuda", length=512)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        model.zero_grad()
+        before = torch.cuda.memory_allocated()
+        step(model, "cuda", length=512)
+        return torch.cuda.max_memory_allocated() - before
+
+    assert peak(lambda blocks: offload(blocks, torch.device("cuda"))) < 0.6 * peak(lambda blocks: None)
