@@ -2,11 +2,13 @@
 
 import weakref
 from types import SimpleNamespace
+from unittest import mock
 
 import attrs
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.utils import counters
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from forge_core.config.sections import ParallelSection
@@ -252,11 +254,22 @@ def test_a_model_of_one_block_has_nothing_to_offload(context):
 
 
 class OnTwoRanks:
-    """Losses and gradients under fsdp, compiled, with and without."""
+    """Losses and gradients under fsdp, compiled, with and without; of the latter, copies and graphs of each step."""
 
     def rank(self):
-        activation_offload.SMALLEST = 1
-        return self.train([]), self.train([ActivationCheckpointing(ActivationCheckpointingConfig(mode="offload"))])
+        plain = self.train([])
+        activation_offload.SMALLEST, self.copies = 1, 0
+        make = _Kept.__init__
+
+        def counted(*arguments):
+            self.copies += 1
+            make(*arguments)
+
+        with mock.patch.object(_Kept, "__init__", counted):
+            offloading = ActivationCheckpointing(ActivationCheckpointingConfig(mode="offload"))
+            return plain, self.train([offloading]), self.seen
+
+    copies = 0
 
     def train(self, passes):
         job = attrs.evolve(small_job(), parallel=ParallelSection(dp_shard=2))
@@ -267,16 +280,21 @@ class OnTwoRanks:
         for one in (*passes, Compile(CompileConfig()), sharded):
             one.apply(model, context)
         materialise(model, CPU, seed=0)
-        steps = []
-        for _ in range(2):
+        steps, self.seen = [], []
+        for _ in range(3):
             model.zero_grad()
             total, gradients = step(model)
             steps.append([total.detach(), *(gradient.full_tensor() for gradient in gradients)])
+            self.seen.append((self.copies, counters["stats"]["unique_graphs"]))
         return steps
 
 
 def test_compiled_blocks_that_ranks_share_are_what_they_are_without():
-    for plain, offloaded in on_ranks(OnTwoRanks, "rank", 2):
+    for plain, offloaded, seen in on_ranks(OnTwoRanks, "rank", 2):
+        copies, graphs = zip(*seen, strict=True)
+        assert copies[0] > 10
+        assert copies == (copies[0], 2 * copies[0], 3 * copies[0])
+        assert len({*graphs}) == 1, "compiled once"
         for expected, found in zip(plain, offloaded, strict=True):
             assert all(torch.equal(got, want) for got, want in zip(found, expected, strict=True))
 
