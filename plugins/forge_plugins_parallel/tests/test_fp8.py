@@ -170,6 +170,17 @@ def outputs_and_gradients(linear, hidden, gradient):
     return output.detach(), *torch.autograd.grad(output, [hidden, linear.weight], gradient)
 
 
+@pytest.mark.parametrize("recipe", ["blockwise", "mxfp8"])
+def test_factors_may_lie_in_memory_as_they_like(recipe):
+    torch.manual_seed(0)
+    linear, hidden = nn.Linear(256, 128), torch.randn(128, 512)[:, ::2]
+    linear.weight = nn.Parameter(torch.randn(256, 128).T)
+    convert(linear, recipe)
+
+    assert not hidden.is_contiguous()
+    assert torch.equal(linear(hidden), linear(hidden.contiguous()))
+
+
 def test_blocks_are_scaled_by_their_largest_value():
     """By the definition, block by block, in float64."""
     torch.manual_seed(0)

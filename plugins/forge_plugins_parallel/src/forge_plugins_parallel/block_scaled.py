@@ -18,7 +18,8 @@ CAPABILITIES = {"blockwise": (9, 0), "mxfp8": (10, 0)}
 _LARGEST = torch.finfo(torch.float8_e4m3fn).max
 
 Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""Of ``(rows, in)`` and a weight ``(out, in)``, to ``(rows, out)``; ``rows`` is a multiple of the block."""
+"""Of ``(rows, in)`` and a weight ``(out, in)``, both contiguous, to ``(rows, out)``; ``rows`` is a multiple of the
+block."""
 
 
 class BlockScaledLinear(nn.Linear):
@@ -28,10 +29,10 @@ class BlockScaledLinear(nn.Linear):
     block: int
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 (torch's name)
-        rows = input.flatten(0, -2)
+        rows = input.flatten(0, -2).contiguous()
         lacking = -len(rows) % self.block
         filled = F.pad(rows, (0, 0, 0, lacking)) if lacking else rows  # it copies them in any case
-        output = self.product(filled, self.weight)[: len(rows)].view(*input.shape[:-1], -1)
+        output = self.product(filled, self.weight.contiguous())[: len(rows)].view(*input.shape[:-1], -1)
         return output if self.bias is None else output + self.bias.to(output.dtype)
 
 
