@@ -16,7 +16,7 @@ from forge_core.errors import ConfigError
 from forge_core.registry.catalog import is_importable
 from forge_core.registry.discovery import discover
 from forge_core.train.build import materialise
-from forge_plugins_parallel.block_scaled import BlockScaledLinear, _rounded
+from forge_plugins_parallel.block_scaled import CAPABILITIES, BlockScaledLinear, _rounded
 from forge_plugins_parallel.config import Float8Config, FullyShardConfig
 from forge_plugins_parallel.float8_scales import scale_together
 from forge_plugins_parallel.fp8 import Float8
@@ -168,6 +168,25 @@ def outputs_and_gradients(linear, hidden, gradient):
     hidden = hidden.clone().requires_grad_()
     output = linear(hidden)
     return output.detach(), *torch.autograd.grad(output, [hidden, linear.weight], gradient)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_gpu_rounds_as_it_is_emulated(recipe):
+    capability = torch.cuda.get_device_capability()
+    if capability < CAPABILITIES.get(recipe, (8, 9)):
+        pytest.skip(f"this GPU has no products for {recipe}")
+    found = []
+    for own in (capability, None):
+        torch.manual_seed(0)
+        linear = nn.Linear(512, 256, device="cuda", dtype=torch.bfloat16)
+        hidden, gradient = (torch.randn(384, n, device="cuda", dtype=torch.bfloat16) for n in (512, 256))
+        config = Float8Config(recipe=recipe, emulate=own is None)
+        Float8(config)._conversion(own, is_planned=False)(linear)
+        found.append(outputs_and_gradients(linear, hidden, gradient))
+
+    for got, want in zip(*found, strict=True):
+        assert (got.float() - want.float()).norm() / want.float().norm() < 1e-2
 
 
 @pytest.mark.parametrize("recipe", ["blockwise", "mxfp8"])
