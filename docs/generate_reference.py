@@ -191,7 +191,8 @@ def fusion_tables(catalog: Catalog) -> Iterator[str]:
     yield "Generated from the parity matrix, `tests/parity/parity_matrix/cells.py`, and from what fusions declare"
     yield "(`FusionConfig.unsupported`). Each entry is a training of ten steps with the losses and gradient norms of"
     yield "one process: in fp32 to 1e-5, in bf16 losses to 2e-3 and norms to 2e-2. An empty entry is no run of the"
-    yield "matrix: `forge validate` says what is refused."
+    yield "matrix: `forge validate` says what is refused. Experts choose tokens by what rounding moves: where it"
+    yield "says so, they are given [those of one process](../moe.md#what-rounding-chooses)."
     yield ""
     rows = (
         (layout, *(", ".join(trainings.get(name, ())) for name in fusions))

@@ -11,8 +11,13 @@ from typing import Any
 
 CELLS = Path(__file__).resolve().parent.parent / "tests" / "parity" / "parity_matrix" / "cells.py"
 _WITH_IMAGES = "model.name=vision_language"
-_MARKS = {"data.packing=true": "packed", "train.precision=bf16": "bf16", "phases=": "frozen and thawed"}
-"""Settings by which trainings differ, and the word for each."""
+_MARKS = {
+    "replayed_choice": "bf16 with the choices of one process",
+    "data.packing=true": "packed",
+    "train.precision=bf16": "bf16",
+    "phases=": "frozen and thawed",
+}
+"""Parts of settings by which trainings differ, and words for each."""
 
 
 def trained_layouts() -> dict[str, dict[str, list[str]]]:
@@ -46,7 +51,7 @@ def _fusion(settings: Sequence[str]) -> str:
 
 
 def _training(settings: Sequence[str]) -> str:
-    own = (words for mark, words in _MARKS.items() if any(one.startswith(mark) for one in settings))
+    own = (words for mark, words in _MARKS.items() if any(mark in one for one in settings))
     return next(own, "✓")
 
 

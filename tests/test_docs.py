@@ -160,7 +160,7 @@ def test_the_table_of_fusions_has_the_layouts_that_are_trained(tmp_path):
     assert layouts["CP2"]["`cross_attention`"] == "✓, packed, bf16"
     assert layouts["CP2"]["`moma`"] == ""
     assert layouts["EP2 × FSDP2"]["`moma`"] == "✓, bf16"
-    assert layouts["TP2"]["`moma`"] == "✓"
+    assert layouts["TP2"]["`moma`"] == "✓, bf16 with the choices of one process"
     assert layouts["PP2 (ZBVZeroBubble) × FSDP2"]["`joint_decoder`"] == "✓, packed, frozen and thawed, bf16"
     assert layouts["TP2"]["`mixture_of_transformers`"] == "✓, bf16"
 

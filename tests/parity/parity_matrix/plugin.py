@@ -52,6 +52,16 @@ def forge_feed_forwards():
 
 
 @hookimpl
+def forge_routers():
+    yield Component(
+        name="replayed_choice",
+        summary="experts that choose tokens, as they have chosen in one process",
+        factory="parity_matrix.replayed_choice:ReplayedChoice",
+        config="parity_matrix.config:ReplayedChoiceConfig",
+    )
+
+
+@hookimpl
 def forge_evaluations():
     yield Component(
         name="logits_loss",

@@ -69,7 +69,7 @@ class ExpertChoice(GatedRouter):
             scores = score(logits + gumbel_difference(noise, self.n_experts), self.config.score_function)
         else:
             scores = score(logits, self.config.score_function)
-        takes = self._takes(scores.detach(), valid, sequence)
+        takes = self.takes(scores.detach(), valid, sequence)
         routed = takes.float()
         probability = probabilities(scores, self.config.score_function)
         scores = self.measure(scores, probability, logits, routed, valid)
@@ -118,7 +118,7 @@ class ExpertChoice(GatedRouter):
         """Of a group's tokens, what an expert takes; exact, so that what groups take is never more than all may."""
         return exact_share(self.config.experts_per_token) / self.n_experts
 
-    def _takes(self, scores: torch.Tensor, valid: torch.Tensor | None, sequence: torch.Tensor | None) -> torch.Tensor:
+    def takes(self, scores: torch.Tensor, valid: torch.Tensor | None, sequence: torch.Tensor | None) -> torch.Tensor:
         """``(T, E)`` bool: which tokens each expert takes."""
         if valid is None:
             valid = torch.ones(len(scores), dtype=torch.bool, device=scores.device)
