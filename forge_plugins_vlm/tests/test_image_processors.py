@@ -15,7 +15,8 @@ from transformers.models.llava_next.modeling_llava_next import unpad_image
 from transformers.models.siglip2.image_processing_pil_siglip2 import get_image_size_for_max_num_patches
 
 from forge_plugins_vlm.contracts.image_processor import NEWLINE
-from forge_plugins_vlm.images.anyres import Anyres, best_resolution
+from forge_plugins_vlm.images.anyres import Anyres
+from forge_plugins_vlm.images.best_grid import best_resolution
 from forge_plugins_vlm.images.config import AnyresConfig, NaflexConfig, SquareConfig, TilesConfig
 from forge_plugins_vlm.images.naflex import Naflex
 from forge_plugins_vlm.images.patched_size import patched_size
@@ -223,6 +224,46 @@ def test_a_jpeg_for_tiles_becomes_what_all_of_it_would(size, opened):
     assert (smaller.height, smaller.width) == opened
     assert np.array_equal(found.slots, whole.slots)
     assert np.abs(found.tiles.astype(int) - whole.tiles).mean() < 1
+
+
+@pytest.mark.parametrize("orientation", [1, 6])
+@pytest.mark.parametrize(
+    ("size", "opened"),
+    [
+        ((300, 400), (75, 100)),
+        ((1200, 1600), (150, 200)),  # an eighth, which is as much as a JPEG gives
+        ((302, 400), (151, 200)),  # a quarter of it is no whole number of pixels
+        ((301, 400), (301, 400)),
+        ((1024, 128), (256, 32)),  # of an eighth, the whole would have no 32 pixels on a side
+        ((90, 70), (90, 70)),
+    ],
+)
+def test_a_jpeg_for_anyres_becomes_what_all_of_it_would(size, opened, orientation):
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    content, config = written(smooth(*size), "JPEG", quality=95, exif=exif), AnyresConfig(size=32)
+    whole = Anyres(config)(open_picture(content), (6, 6))
+
+    smaller = open_picture(content, config.at_least)
+    found = Anyres(config)(smaller, (6, 6))
+
+    assert (smaller.height, smaller.width) == (opened if orientation == 1 else opened[::-1])
+    assert np.array_equal(found.slots, whole.slots)
+    assert np.abs(found.tiles.astype(int) - whole.tiles).mean() < 1
+
+
+def test_halves_of_a_picture_have_the_tokens_of_the_whole_in_anyres():
+    rng, config = np.random.default_rng(0), AnyresConfig()
+    sizes = [(height, width) for height, width in rng.integers(10, 3000, (500, 2)) * 2]
+    halved = [size for size in sizes if config.at_least(size) != size]
+
+    assert len(halved) > 200
+    for size in halved:
+        height, width = config.at_least(size)
+        assert config.at_least((height, width)) == (height, width)
+        assert np.array_equal(
+            Anyres(config).layout((height, width), (16, 16)).slots, Anyres(config).layout(size, (16, 16)).slots
+        )
 
 
 @pytest.mark.parametrize("orientation", [1, 6])

@@ -5,14 +5,12 @@ Liu et al. 2024, "LLaVA-NeXT"; the sums are those of ``transformers``, so that w
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable
-
 import numpy as np
 from PIL import Image
 
 from forge_plugins_vlm.contracts.image_processor import NEWLINE, Layout, Processed
 from forge_plugins_vlm.contracts.vision_encoder import Grid
+from forge_plugins_vlm.images.best_grid import fitted
 from forge_plugins_vlm.images.config import AnyresConfig
 from forge_plugins_vlm.images.picture import as_rgb, cut_into_tiles, pixels_of, resized
 
@@ -24,7 +22,7 @@ class Anyres:
         self._config = config
 
     def layout(self, size: Grid, grid: Grid) -> Layout:
-        rows, columns = self._grid(size)
+        rows, columns = self._config.grid(size)
         high, wide = grid
         base = np.arange(high * wide)
         tiles = (1 + np.arange(rows * columns)).reshape(rows, 1, columns, 1) * (high * wide)
@@ -36,7 +34,7 @@ class Anyres:
     def __call__(self, image: Image.Image, grid: Grid) -> Processed:
         config, rgb = self._config, as_rgb(image)
         size = rgb.height, rgb.width
-        rows, columns = self._grid(size)
+        rows, columns = self._config.grid(size)
         target = rows * config.size, columns * config.size
         inner = pixels_of(resized(rgb, fitted(size, target), config.resample))
         canvas = np.zeros((3, *target), dtype=np.uint8)
@@ -45,38 +43,6 @@ class Anyres:
         base = pixels_of(resized(rgb, config.tile_size, config.resample))
         tiles = np.concatenate([base[None], cut_into_tiles(canvas, config.size)])
         return Processed(tiles, self.layout(size, grid).slots)
-
-    def _grid(self, size: Grid) -> Grid:
-        """Rows and columns of tiles, without the base."""
-        side = self._config.size
-        rows, columns = best_resolution(size, [(rows * side, columns * side) for rows, columns in self._config.grids])
-        return rows // side, columns // side
-
-
-def best_resolution(size: Grid, resolutions: Iterable[Grid]) -> Grid:
-    """The resolution that keeps most pixels of a picture, and of those the one that has fewest others.
-
-    Args:
-        size: height and width of the picture.
-        resolutions: heights and widths, at least one.
-    """
-    height, width = size
-
-    def kept_and_spared(resolution: Grid) -> tuple[int, int]:
-        scale = min(resolution[1] / width, resolution[0] / height)
-        kept = min(int(width * scale) * int(height * scale), width * height)
-        return kept, kept - resolution[0] * resolution[1]
-
-    return max(resolutions, key=kept_and_spared)
-
-
-def fitted(size: Grid, target: Grid) -> Grid:
-    """Height and width of a picture that just fits into ``target`` in its own shape."""
-    (height, width), (most_height, most_width) = size, target
-    by_height, by_width = most_height / height, most_width / width
-    if by_width < by_height:
-        return min(math.ceil(height * by_width), most_height), most_width
-    return most_height, min(math.ceil(width * by_height), most_width)
 
 
 def unpadded(slots: np.ndarray, size: Grid) -> np.ndarray:

@@ -10,6 +10,7 @@ from attrs.validators import ge
 
 from forge_plugins_vlm.contracts.image_processor import ImageProcessorConfig
 from forge_plugins_vlm.contracts.vision_encoder import Grid
+from forge_plugins_vlm.images.best_grid import best_resolution, fitted
 from forge_plugins_vlm.images.patched_size import patched_size
 
 Fit = Literal["stretch", "crop", "pad"]
@@ -80,6 +81,22 @@ class AnyresConfig(OfSquareTiles):
     def most_tiles(self) -> int:
         """Same as ``ImageProcessorConfig.most_tiles``."""
         return 1 + max(rows * columns for rows, columns in self.grids)
+
+    def grid(self, size: Grid) -> Grid:
+        """Rows and columns of tiles of a picture of this size, without the one of the whole."""
+        rows, columns = best_resolution(size, [(rows * self.size, columns * self.size) for rows, columns in self.grids])
+        return rows // self.size, columns // self.size
+
+    def at_least(self, size: Grid) -> Grid:
+        """Same as ``ImageProcessorConfig.at_least``: halves, as long as they leave pixels enough and are whole, since
+        tokens depend on the exact shape."""
+        rows, columns = self.grid(size)
+        inner = fitted(size, (rows * self.size, columns * self.size))
+        enough = [max(one, self.size) for one in inner]  # the whole is a tile, too
+        height, width = size
+        while height % 2 == width % 2 == 0 and height // 2 >= enough[0] and width // 2 >= enough[1]:
+            height, width = height // 2, width // 2
+        return height, width
 
 
 @attrs.frozen(kw_only=True)
