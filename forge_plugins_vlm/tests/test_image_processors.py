@@ -146,6 +146,28 @@ def test_tiles_that_fill_their_grid_are_those_of_idefics():
     assert np.array_equal(found, expected)
 
 
+@pytest.mark.parametrize("resample", ["bicubic", "bilinear"])
+@pytest.mark.parametrize(("kind", "config"), [(Anyres, AnyresConfig), (Tiles, TilesConfig)])
+@pytest.mark.parametrize("size", SIZES)
+def test_torch_resizes_as_pillow_does_but_for_its_rounding(kind, config, size, resample):
+    image = smooth(*size)  # of noise they cut off other overshoots, as torch may resize height before width
+
+    pillows, torchs = (
+        kind(config(size=32, resample=resample, resampler=one))(image, (2, 2)) for one in ("pillow", "torch")
+    )
+
+    assert np.array_equal(torchs.slots, pillows.slots)
+    apart = np.abs(torchs.tiles.astype(int) - pillows.tiles)
+    assert apart.max() <= 2
+    assert (apart > 0).mean() < 0.05
+
+
+def test_torch_is_asked_to_resize():
+    tiles = [Tiles(TilesConfig(size=224, resampler=one))(noise(480, 640), (2, 2)).tiles for one in ("pillow", "torch")]
+
+    assert not np.array_equal(*tiles)
+
+
 def test_naflex_has_the_sizes_of_transformers():
     rng = np.random.default_rng(0)
     for size in rng.integers(10, 2000, (200, 2)).tolist():
@@ -299,6 +321,10 @@ def test_a_damaged_picture_is_an_error_of_reading(content):
     [
         (lambda: AnyresConfig(grids=()), "at least one grid"),
         (lambda: AnyresConfig(grids=((1, 2), (1, 2))), "twice"),
+        (
+            lambda: TilesConfig(resample="lanczos", resampler="torch"),
+            '"torch" has the filters "bicubic" and "bilinear"',
+        ),
         (lambda: NaflexConfig(size=100, patch=16), "must divide size = 100"),
         (lambda: NaflexConfig(size=64, patch=16, max_patches=17), "holds 16 patches"),
     ],

@@ -12,7 +12,7 @@ from forge_plugins_vlm.contracts.image_processor import NEWLINE, Layout, Process
 from forge_plugins_vlm.contracts.vision_encoder import Grid
 from forge_plugins_vlm.images.best_grid import fitted
 from forge_plugins_vlm.images.config import AnyresConfig
-from forge_plugins_vlm.images.picture import as_rgb, cut_into_tiles, pixels_of, resized
+from forge_plugins_vlm.images.picture import as_rgb, cut_into_tiles, resizing
 
 
 class Anyres:
@@ -36,12 +36,12 @@ class Anyres:
         size = rgb.height, rgb.width
         rows, columns = self._config.grid(size)
         target = rows * config.size, columns * config.size
-        inner = pixels_of(resized(rgb, fitted(size, target), config.resample))
+        pixels = resizing(rgb, config)
+        inner = pixels(fitted(size, target))
         canvas = np.zeros((3, *target), dtype=np.uint8)
         top, left = (target[0] - inner.shape[1]) // 2, (target[1] - inner.shape[2]) // 2
         canvas[:, top : top + inner.shape[1], left : left + inner.shape[2]] = inner
-        base = pixels_of(resized(rgb, config.tile_size, config.resample))
-        tiles = np.concatenate([base[None], cut_into_tiles(canvas, config.size)])
+        tiles = np.concatenate([pixels(config.tile_size)[None], cut_into_tiles(canvas, config.size)])
         return Processed(tiles, self.layout(size, grid).slots)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 
 from forge_plugins_vlm.contracts.image_processor import AtLeast
 from forge_plugins_vlm.contracts.vision_encoder import Grid
-from forge_plugins_vlm.images.config import Resample
+from forge_plugins_vlm.images.config import OfSeveralTiles, Resample
 
 _ORIENTATION = 0x0112
 _TURNED = (5, 6, 7, 8)
@@ -102,6 +103,21 @@ def resized(image: Image.Image, size: Grid, resample: Resample) -> Image.Image:
     """A picture of this height and width."""
     height, width = size
     return image if image.size == (width, height) else image.resize((width, height), FILTERS[resample])
+
+
+def resizing(image: Image.Image, config: OfSeveralTiles) -> Callable[[Grid], np.ndarray]:
+    """A function from a height and a width to the pixels of the picture ``(3, H, W)`` uint8 in that size.
+
+    Args:
+        image: in RGB.
+    """
+    if config.resampler == "pillow":
+        return lambda size: pixels_of(resized(image, size, config.resample))
+    import torch
+    from torch.nn.functional import interpolate
+
+    pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)[None]  # (1, 3, H, W), in memory as Pillow has them
+    return lambda size: interpolate(pixels, size, mode=config.resample, antialias=True)[0].contiguous().numpy()
 
 
 def pixels_of(image: Image.Image) -> np.ndarray:

@@ -8,7 +8,7 @@ from PIL import Image
 from forge_plugins_vlm.contracts.image_processor import NEWLINE, Layout, Processed
 from forge_plugins_vlm.contracts.vision_encoder import Grid
 from forge_plugins_vlm.images.config import TilesConfig
-from forge_plugins_vlm.images.picture import as_rgb, cut_into_tiles, pixels_of, resized
+from forge_plugins_vlm.images.picture import as_rgb, cut_into_tiles, resizing
 
 
 class Tiles:
@@ -31,8 +31,9 @@ class Tiles:
         config, rgb = self._config, as_rgb(image)
         size = rgb.height, rgb.width
         rows, columns = self._config.grid(size)
-        tiles = pixels_of(resized(rgb, config.tile_size, config.resample))[None]
+        pixels = resizing(rgb, config)
+        tiles = pixels(config.tile_size)[None]
         if rows * columns > 1:
-            whole = pixels_of(resized(rgb, (rows * config.size, columns * config.size), config.resample))
+            whole = pixels((rows * config.size, columns * config.size))
             tiles = np.concatenate([cut_into_tiles(whole, config.size), tiles])
         return Processed(tiles, self.layout(size, grid).slots)
