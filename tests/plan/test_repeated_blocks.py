@@ -118,13 +118,13 @@ def test_a_shortened_model_takes_the_memory_of_the_whole_one(catalog, job_of, le
 def repeated_microbatches(monkeypatch):
     """The numbers of those that were not simulated."""
     numbers = set()
-    forward = microbatches._Replay._forward
+    forward = microbatches.Replay._forward
 
-    def noted(self, stage, microbatch):
-        numbers.add(microbatch)
-        return forward(self, stage, microbatch)
+    def noted(self, stage, key):
+        numbers.add(key[2])
+        return forward(self, stage, key)
 
-    monkeypatch.setattr(microbatches._Replay, "_forward", noted)
+    monkeypatch.setattr(microbatches.Replay, "_forward", noted)
     return numbers
 
 
@@ -151,7 +151,7 @@ def test_microbatches_of_a_pipeline_that_are_repeated_do_what_simulated_ones_do(
     job = job_of(4, "model.n_layers=6", *pipeline, *settings)
     for stage in range(2):
         short = simulate(job, catalog, 300, 4, stage, timed=True)
-        assert repeated_microbatches == {4, 5, 6}
+        assert repeated_microbatches >= {5, 6}
         whole = simulate(job, catalog, 300, 4, stage, shorten=False, timed=True)
 
         assert short.reason == ""
@@ -177,6 +177,18 @@ def test_all_microbatches_are_simulated_where_backwards_are_split(catalog, job_o
 
         assert short.memory == whole.memory
         assert list(short.run) == list(whole.run)
+
+
+def test_microbatches_that_hang_on_what_is_done_before_them_are_simulated(catalog, job_of):
+    """A unit that forward frees is gathered by a backward after it, and not by a backward after a backward."""
+    always = "parallel.passes.fsdp.reshard_after_forward=always"
+    job = job_of(8, "model.n_layers=4", "parallel.pp=4", "train.grad_accumulation=12", always)
+
+    short = simulate(job, catalog, 300, 8, 0, timed=True)
+    whole = simulate(job, catalog, 300, 8, 0, shorten=False, timed=True)
+
+    assert short.memory == whole.memory
+    assert list(short.run) == list(whole.run)
 
 
 def test_the_optimizers_step_serves_other_ways_to_recompute(catalog, job_of, left_out):
@@ -249,9 +261,9 @@ def test_what_a_model_holds_by_the_names_of_its_blocks_makes_them_differ():
 def test_a_block_may_hold_its_own_name_and_no_other():
     one, other = ({"name": f"blocks.{i}.attention", "size": [1, 2]} for i in (1, 12))
 
-    assert alike(one, other, ("blocks.1", "blocks.12"))
-    assert not alike(one, other, ("blocks.2", "blocks.12"))
-    assert not alike({"size": [1, 2]}, {"size": [1, 3]}, ("", ""))
+    assert alike(one, other, (["blocks.1"], ["blocks.12"]))
+    assert not alike(one, other, (["blocks.2"], ["blocks.12"]))
+    assert not alike({"size": [1, 2]}, {"size": [1, 3]}, ([""], [""]))
 
 
 @pytest.mark.parametrize("freed", [0, 5, 7, 9])

@@ -56,6 +56,11 @@ class StandIn:
         return self.entry.category
 
     @property
+    def size(self) -> int:
+        """Bytes of its storage when it was seen."""
+        return self.form.untyped_storage().size()
+
+    @property
     def is_live(self) -> bool:
         """Whether it has not been freed."""
         return self.entry.size > 0
@@ -133,7 +138,11 @@ class MemoryLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
     def adopt(self, tensor: torch.Tensor, category: str) -> None:
         """See when ``tensor`` is freed. It counts as having been made in this category, which is not noted."""
         for storage in _storages(tensor):
-            self._watch(storage, _Storage(storage.size(), category, _UNSEEN))
+            self.adopt_storage(storage, category)
+
+    def adopt_storage(self, storage: torch.UntypedStorage, category: str) -> None:
+        """Same as ``adopt``."""
+        self._watch(storage, _Storage(storage.size(), category, _UNSEEN))
 
     def _entries(self, known: Mapping[str, Iterable[torch.Tensor]]) -> Iterator[tuple[str, _Storage]]:
         for category, tensors in known.items():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_iter
 
-from forge_plugins_plan.alike import alike
+from forge_plugins_plan.alike import alike, by_block
 from forge_plugins_plan.timeline import Change, Repeat, Tally, Timeline
 from forge_plugins_plan.work import Microbatch, Work
 
@@ -75,13 +75,13 @@ def repetitions(part: Any) -> list[Repetition]:
 
 def _kinds(part: Any) -> list[int]:
     """A number for each block, equal for blocks that are alike."""
-    of_model = [value for value in vars(part).values() if isinstance(value, Mapping) and {*part.blocks} <= {*value}]
+    of_model = by_block(part)
     known: list[tuple[str, Any]] = []
     kinds = []
     for name, block in part.blocks.items():
         held = block, [value[name] for value in of_model]
         latest = reversed([*enumerate(known)])  # the first block is often the only one of its kind
-        same = (i for i, (other, of_it) in latest if alike(held, of_it, (f"blocks.{name}", f"blocks.{other}")))
+        same = (i for i, (other, of_it) in latest if alike(held, of_it, ([f"blocks.{name}"], [f"blocks.{other}"])))
         kind = len(known) if len(known) > _LONGEST else next(same, len(known))
         if kind == len(known):
             known.append((name, held))

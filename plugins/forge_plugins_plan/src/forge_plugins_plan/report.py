@@ -26,6 +26,7 @@ from forge_plugins_plan.alternatives import Alternative, alternatives
 from forge_plugins_plan.machine import Machine
 from forge_plugins_plan.memory import CATEGORIES
 from forge_plugins_plan.simulation import SimulatedRank, simulate
+from forge_plugins_plan.stages import simulate_stages
 from forge_plugins_plan.step_report import PlannedTime, planned_time, time_lines
 
 GIB = 2**30
@@ -131,10 +132,7 @@ def make_plan(
     build = ComponentBuilder(catalog)
     rows = vocabulary_of(job, build, vocab_size)
     degrees = resolve_degrees(job.parallel, world_size)
-    simulated = [
-        simulate(job, catalog, rows, world_size, stage, gpu, ranks_per_node, timed=machine is not None)
-        for stage in range(job.parallel.pp)
-    ]
+    simulated = simulate_stages(job, catalog, rows, world_size, gpu, ranks_per_node, timed=machine is not None)
     stages = [_stage(one) for one in simulated]
     plan = Plan(
         model=job.model.qualified_name,

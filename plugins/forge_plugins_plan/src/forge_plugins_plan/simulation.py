@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import count
 from typing import Any, cast
@@ -28,9 +28,10 @@ from forge_core.ops.local_tensor import local_tensor
 from forge_core.registry.catalog import Catalog
 from forge_core.train.build import BuiltModel, allocate, build_model, build_optimizer
 from forge_core.train.gradients import clip_gradients, global_norm, squared_norms
+from forge_plugins_plan.alike import alike, block_names, stages_alike
 from forge_plugins_plan.fused_norm import fused_norms
 from forge_plugins_plan.memory import CATEGORIES, MemoryLedger, bytes_of
-from forge_plugins_plan.microbatches import replayed
+from forge_plugins_plan.microbatches import Traces, replayed
 from forge_plugins_plan.repeated import NotRepeatedError, Repetition, lengthened, repetitions, shortened
 from forge_plugins_plan.timeline import Tally, Timeline
 from forge_plugins_plan.work import Microbatch, Recorder
@@ -82,6 +83,10 @@ class SimulatedRank:
     """``None`` like ``memory``."""
     run: Timeline = ()
     """Forward and backward of the step."""
+    traces: Traces | None = None
+    """Of a pipeline, if all follows from some of the microbatches."""
+    found: Sequence[Repetition] = ()
+    """Blocks of which some have been left out."""
 
 
 def simulate(
@@ -112,7 +117,7 @@ def simulate(
     Raises:
         ForgeError: what the build of a real run would say.
     """
-    one = _Simulation(job, catalog, vocab_size, world_size, stage, gpu, ranks_per_node, like, timed)
+    one = Simulation(job, catalog, vocab_size, world_size, stage, gpu, ranks_per_node, like, timed)
     if shorten:
         try:
             return one.run(shorten=True)
@@ -134,7 +139,9 @@ def without_collections() -> Iterator[None]:
 
 
 @attrs.frozen
-class _Simulation:
+class Simulation:
+    """Of one rank; see ``simulate``."""
+
     job: Job
     catalog: Catalog
     vocab_size: int
@@ -151,10 +158,8 @@ class _Simulation:
             ForgeError: as ``simulate``.
             NotRepeatedError: the whole model has to be run.
         """
-        rank = self.stage * (self.world_size // self.job.parallel.pp)
-        ledger = MemoryLedger(Recorder(self.ranks_per_node) if self.timed else None)
+        ledger = self._ledger()
         fake = FakeTensorMode(allow_non_fake_inputs=True)
-
         found: list[Repetition] = []
 
         def allocate_only(part: nn.Module, device: torch.device, _: int) -> None:
@@ -164,25 +169,19 @@ class _Simulation:
             with fake, ledger, nullcontext() if self.like is None else shortened(of_part, []):
                 allocate(part, device)
 
-        with rank_of(self.world_size, rank, self.ranks_per_node):
-            mesh = build_mesh(self.job, _CPU)
-            build = ComponentBuilder(self.catalog)
-            passes = sort_passes(self.job, self.catalog, self.world_size)
-            context = PassContext(mesh, self.job, _CPU, self.gpu, _entries(self.job))
-            built = build_model(context, self.vocab_size, passes, build, fill=allocate_only)
-            size = bytes_of(tensor for part in built.parts for tensor in (*part.parameters(), *part.buffers()))
-            ledger.vocabulary = _vocabulary(built, self.vocab_size)
-            appliers = [build(use) for use in passes]
-            traffic = [] if self.like is not None else _traffic(appliers, built, context)
-            told = rank, self.stage, built, size
-            if any(getattr(applier, "parameters_on_host", False) for applier in appliers):
+        with self._build(allocate_only) as rank:
+            ledger.vocabulary = _vocabulary(rank.built, self.vocab_size)
+            told = self.rank, self.stage, rank.built, rank.parameter_bytes
+            traffic = [] if self.like is not None else rank.traffic()
+            if any(getattr(applier, "parameters_on_host", False) for applier in rank.appliers):
                 reason = "parameters and optimizer are in the host's memory, and of a step there is no telling what is"
                 return SimulatedRank(*told, None, reason, traffic, None)
             try:
                 fewer = replayed(ledger, self.job.train.grad_accumulation or 1) if shorten else nullcontext()
-                with fake, ledger, nullcontext() if self.gpu is None else fused_norms(), fewer:
-                    memory, optimizer, run = self._step(mesh, built, build, ledger, found)
-                return SimulatedRank(*told, memory, "", traffic, optimizer, run)
+                with fake, ledger, nullcontext() if self.gpu is None else fused_norms(), fewer as replay:
+                    memory, optimizer, run = self._step(rank, ledger, found)
+                traces = replay.finished(fake) if replay is not None else None
+                return SimulatedRank(*told, memory, "", traffic, optimizer, run, traces, found)
             except NotRepeatedError:
                 raise
             except Exception as error:  # of torch or of a plugin; what is known without a step still is
@@ -192,29 +191,85 @@ class _Simulation:
                 reason = f"{kind}{error if not kind else (str(error).splitlines() or ['no message'])[0]}"
                 return SimulatedRank(*told, None, reason, traffic, None)
 
-    def _step(
-        self,
-        mesh: Mesh,
-        built: BuiltModel,
-        build: ComponentBuilder,
-        ledger: MemoryLedger,
-        found: Sequence[Repetition],
-    ) -> tuple[RankMemory, OptimizerStep, Timeline]:
-        updated = [_in_words(name, parameter) for name, parameter in built.parameters.items()]
-        like = self.like if self.like is not None and self.like.parameters == updated else None
-        if found and like is not self.like:
-            raise NotRepeatedError("other parameters are updated, of blocks that have not been allocated")
-        optimizer = None if like is not None else build_optimizer(self.job, built, build)
-        if optimizer is not None:
-            with ledger.during("optimizer"):
-                _make_state(optimizer)
+    def twin(self) -> Twin:
+        """The rank as it is built, before its step.
+
+        Raises:
+            ForgeError: as ``simulate``.
+        """
+        with self._build(lambda *_: None) as rank:
+            return Twin(rank.built, build_optimizer(self.job, rank.built, rank.build))
+
+    def follow(self, patterns: Sequence[tuple[Twin, SimulatedRank]]) -> SimulatedRank | None:
+        """The rank, by what another one has done that does the same; nothing if there is none.
+
+        Args:
+            patterns: ranks that have been simulated, each with what it was before its step.
+
+        Raises:
+            ForgeError: as ``simulate``.
+        """
+        if not patterns:
+            return None
+        with self._build(lambda *_: None) as rank:
+            own = Twin(rank.built, build_optimizer(self.job, rank.built, rank.build))
+            known = next((known for twin, known in patterns if own.does_as(twin)), None)
+            if known is None or known.traces is None or known.optimizer is None:
+                return None
+            ledger = self._ledger()
+            try:
+                with known.traces.fake, ledger, replayed(ledger, self.job.train.grad_accumulation or 1, known.traces):
+                    self._run(rank, ledger)
+                gradients = known.optimizer.largest["gradients"]
+                run = lengthened(ledger.log, known.found, gradients) if known.found else ledger.log
+            except NotRepeatedError:
+                return None
+            optimizer = attrs.evolve(known.optimizer, parameters=_updated(rank.built))
+            told = self.rank, self.stage, rank.built, rank.parameter_bytes
+            return SimulatedRank(*told, _memory(optimizer, run), "", rank.traffic(), optimizer, run)
+
+    @property
+    def rank(self) -> int:
+        return self.stage * (self.world_size // self.job.parallel.pp)
+
+    def _ledger(self) -> MemoryLedger:
+        return MemoryLedger(Recorder(self.ranks_per_node) if self.timed else None)
+
+    @contextmanager
+    def _build(self, fill: Callable[[nn.Module, torch.device, int], None]) -> Iterator[_BuiltRank]:
+        """The rank among the others, while the context lasts."""
+        with rank_of(self.world_size, self.rank, self.ranks_per_node):
+            mesh = build_mesh(self.job, _CPU)
+            build = ComponentBuilder(self.catalog)
+            passes = sort_passes(self.job, self.catalog, self.world_size)
+            context = PassContext(mesh, self.job, _CPU, self.gpu, _entries(self.job))
+            built = build_model(context, self.vocab_size, passes, build, fill=fill)
+            size = bytes_of(tensor for part in built.parts for tensor in (*part.parameters(), *part.buffers()))
+            yield _BuiltRank(mesh, context, build, built, [build(use) for use in passes], size)
+
+    def _run(self, rank: _BuiltRank, ledger: MemoryLedger) -> None:
         microbatches = _microbatches(self.job)
         ledger.restart()
         scale = torch.ones(())
         LEDGER.start_step(scale)
+        with ledger.during("activations"):
+            rank.built.executor.run(microbatches, scale)
+
+    def _step(
+        self, rank: _BuiltRank, ledger: MemoryLedger, found: Sequence[Repetition]
+    ) -> tuple[RankMemory, OptimizerStep, Timeline]:
+        built = rank.built
+        updated = _updated(built)
+        like = self.like if self.like is not None and self.like.parameters == updated else None
+        if found and like is not self.like:
+            raise NotRepeatedError("other parameters are updated, of blocks that have not been allocated")
+        optimizer = None if like is not None else build_optimizer(self.job, built, rank.build)
+        if optimizer is not None:
+            with ledger.during("optimizer"):
+                _make_state(optimizer)
         marking = _marking(built.parts[0], ledger.log) if self.job.parallel.pp == 1 else nullcontext()
-        with ledger.during("activations"), shortened(found, ledger.log), marking:
-            built.executor.run(microbatches, scale)
+        with shortened(found, ledger.log), marking:
+            self._run(rank, ledger)
         n_of_run = len(ledger.log)
         if optimizer is None:
             ledger.resolve({"gradients": _gradients(built)})
@@ -222,7 +277,9 @@ class _Simulation:
             _stand_in(found, ledger)
             gradients = _gradients(built)
             with ledger.during("optimizer"):
-                clip_gradients(gradients, global_norm(squared_norms(gradients), mesh, _CPU), self.job.train.clip_norm)
+                clip_gradients(
+                    gradients, global_norm(squared_norms(gradients), rank.mesh, _CPU), self.job.train.clip_norm
+                )
                 optimizer.step()
             state = [value for entry in optimizer.state.values() for value in entry.values() if torch.is_tensor(value)]
             known = {"gradients": gradients, "optimizer": state}
@@ -232,11 +289,57 @@ class _Simulation:
         assert like is not None
         log = ledger.log[:n_of_run]
         run = lengthened(log, found, like.largest["gradients"]) if found else log
-        tally = copy.deepcopy(like.start)
-        tally.play(run)
-        tally.play(like.changes)
-        at_peak = {category: tally.at_peak[category] for category in CATEGORIES}
-        return RankMemory(tally.peak, at_peak, {**tally.largest, **like.largest}), like, run
+        return _memory(like, run), like, run
+
+
+@attrs.frozen
+class _BuiltRank:
+    mesh: Mesh
+    context: PassContext
+    build: ComponentBuilder
+    built: BuiltModel
+    appliers: Sequence[Any]
+    """The passes."""
+    parameter_bytes: int
+
+    def traffic(self) -> list[Traffic]:
+        """What passes say that the rank sends."""
+        return [
+            one
+            for applier in self.appliers
+            if hasattr(applier, "traffic")
+            for part in self.built.parts
+            for one in applier.traffic(part, self.context)
+        ]
+
+
+@attrs.frozen
+class Twin:
+    """A rank as it is built, before its step, without memory."""
+
+    built: BuiltModel
+    optimizer: torch.optim.Optimizer
+
+    def does_as(self, other: Twin) -> bool:
+        """Whether its only stage is like that of ``other``, and updated alike."""
+        parts = *self.built.parts, *other.built.parts
+        if len(self.built.parts) != 1 or len(parts) != 2 or not stages_alike(*parts):
+            return False
+        names = block_names(parts[0]) or (), block_names(parts[1]) or ()
+        return alike(self.optimizer, other.optimizer, names, worlds=2)
+
+
+def _memory(optimizer: OptimizerStep, run: Timeline) -> RankMemory:
+    tally = copy.deepcopy(optimizer.start)
+    tally.play(run)
+    tally.play(optimizer.changes)
+    at_peak = {category: tally.at_peak[category] for category in CATEGORIES}
+    return RankMemory(tally.peak, at_peak, {**tally.largest, **optimizer.largest})
+
+
+def _updated(built: BuiltModel) -> list[object]:
+    """What the optimizer updates, in words."""
+    return [_in_words(name, parameter) for name, parameter in built.parameters.items()]
 
 
 @contextmanager
@@ -248,16 +351,6 @@ def _marking(part: nn.Module, log: list[Any]) -> Iterator[None]:
         yield
     finally:
         handle.remove()
-
-
-def _traffic(appliers: Sequence[Any], built: BuiltModel, context: PassContext) -> list[Traffic]:
-    return [
-        one
-        for applier in appliers
-        if hasattr(applier, "traffic")
-        for part in built.parts
-        for one in applier.traffic(part, context)
-    ]
 
 
 def _gradients(built: BuiltModel) -> list[torch.Tensor]:
