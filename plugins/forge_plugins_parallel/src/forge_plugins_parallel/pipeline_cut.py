@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from itertools import accumulate
@@ -67,9 +68,17 @@ def cut_blocks(
         ConfigError: there are fewer blocks than stages.
     """
     names = list(costs)
-    if problem := too_few_blocks(len(names), n_stages, at_head):
+    counts = _counts(tuple(costs.values()), n_stages, first, last, at_head)
+    rest = iter(names)
+    return [[next(rest) for _ in range(count)] for count in counts]
+
+
+@functools.lru_cache(maxsize=8)  # a plan cuts one model for each of its ranks
+def _counts(costs: tuple[float, ...], n_stages: int, first: float, last: float, at_head: int) -> tuple[int, ...]:
+    """How many blocks each stage has, as ``cut_blocks``."""
+    if problem := too_few_blocks(len(costs), n_stages, at_head):
         raise ConfigError(f"parallel.passes.pipeline: {problem}")
-    exact = [Fraction(cost) for cost in (first, *costs.values(), last)]  # sums of floats would be equal by luck
+    exact = [Fraction(cost) for cost in (first, *costs, last)]  # sums of floats would be equal by luck
     unit = max(cost.denominator for cost in exact)
     whole = [int(cost * unit) for cost in exact]
     before = list(accumulate(whole[1:-1], initial=0))
@@ -78,7 +87,7 @@ def cut_blocks(
         is_last = stage == n_stages - 1
         extra = (whole[0] if stage == 0 else 0) + (whole[-1] if is_last else 0)
         least = max(1, at_head) if is_last else 1
-        ends = [len(names)] if is_last else range(stage + 1, len(names) - (n_stages - stage - 2) - max(1, at_head) + 1)
+        ends = [len(costs)] if is_last else range(stage + 1, len(costs) - (n_stages - stage - 2) - max(1, at_head) + 1)
         best = {
             end: min(
                 so_far.with_stage(before[end] - before[start] + extra, end - start)
@@ -87,8 +96,7 @@ def cut_blocks(
             )
             for end in ends
         }
-    rest = iter(names)
-    return [[next(rest) for _ in range(count)] for count in best[len(names)].counts]
+    return best[len(costs)].counts
 
 
 class _Cheapest(NamedTuple):
@@ -133,11 +141,11 @@ def shared_tensors(model: Any, cut: Cut) -> dict[str, str]:
 
 def part_of(model: Any, cut: Cut, stage: int) -> nn.Module:
     """A copy of the model, on meta, without what other stages hold."""
-    part: Any = copy.deepcopy(model)
     kept = set(_holdings(model, cut, stage))
-    for name in list(part.blocks):
-        if f"blocks.{name}" not in kept:
-            del part.blocks[name]
+    left = [name for name in model.blocks if f"blocks.{name}" not in kept]
+    part: Any = copy.deepcopy(model, {id(model.blocks[name]): None for name in left})  # to copy them takes as long
+    for name in left:
+        del part.blocks[name]
     for name in ("embed", "norm", "head", *stages_of_parts(model)):
         if name not in kept:
             setattr(part, name, None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import types
 import weakref
@@ -92,41 +93,48 @@ class _Comparison:
         self.assume(one, other)
         return self._equal_of_one_type(one, other)
 
-    def _equal_of_one_type(self, one: Any, other: Any) -> bool:  # noqa: C901  # a list of types
+    def _equal_of_one_type(self, one: Any, other: Any) -> bool:  # noqa: C901  # a list of types, frequent ones first
         match one:
             case str():
                 return bool(one == other) or self._nameless(one, 0) == self._nameless(other, 1)
-            case set() | frozenset() | DeviceMesh():
-                return bool(one == other)
-            case dist.ProcessGroup():
-                return self._worlds > 1 and _in_words(one) == _in_words(other)
-            case RemovableHandle():
-                return True
+            case list() | tuple():
+                return len(one) == len(other) and all(map(self.equal, one, other))
+            case dict():
+                return self._equal_mappings(one, other)
+            case types.FunctionType():
+                held = [(each.__defaults__, each.__kwdefaults__, _cells(each)) for each in (one, other)]
+                return one.__code__ is other.__code__ and self.equal(*held)
+            case types.MethodType():
+                return one.__func__ is other.__func__ and self.equal(one.__self__, other.__self__)
             case torch.Tensor():
                 return self._equal_tensors(one, other)
             case nn.Module() | torch.optim.Optimizer():
                 return self._equal_attributes(vars(one), vars(other))
             case _Attributes():
                 return self._equal_attributes(one.held, other.held)
-            case list() | tuple():
-                return len(one) == len(other) and all(map(self.equal, one, other))
-            case Mapping():
-                return self.equal([*one.items()], [*other.items()])
-            case types.FunctionType():
-                held = [(each.__defaults__, each.__kwdefaults__, _cells(each)) for each in (one, other)]
-                return one.__code__ is other.__code__ and self.equal(*held)
-            case types.MethodType():
-                return one.__func__ is other.__func__ and self.equal(one.__self__, other.__self__)
             case partial():
                 return self.equal(*((each.func, each.args, each.keywords) for each in (one, other)))
             case weakref.ref():
                 return self.equal(one(), other())
+            case RemovableHandle():
+                return True
+            case set() | frozenset() | DeviceMesh():
+                return bool(one == other)
+            case dist.ProcessGroup():
+                return self._worlds > 1 and _in_words(one) == _in_words(other)
+            case Mapping():
+                return self._equal_mappings(one, other)
         if not hasattr(one, "__dict__") and not hasattr(one, "__slots__"):
             return bool(one == other)
         return self.equal(_held(one), _held(other))
 
     def _nameless(self, text: str, which: int) -> str:
         return self._pattern[which].sub(lambda found: f"*{self._places[which][found[0]]}", text)
+
+    def _equal_mappings(self, one: Mapping[Any, Any], other: Mapping[Any, Any]) -> bool:
+        if len(one) != len(other):
+            return False
+        return all(map(self.equal, one, other)) and all(map(self.equal, one.values(), other.values()))
 
     def _equal_tensors(self, one: torch.Tensor, other: torch.Tensor) -> bool:
         form = [(each.shape, each.stride(), each.dtype, each.device, each.requires_grad) for each in (one, other)]
@@ -159,7 +167,13 @@ def _cells(function: types.FunctionType) -> list[Any]:
     return [cell.cell_contents for cell in function.__closure__ or ()]
 
 
+@functools.cache
+def _slots(kind: Any) -> list[str]:
+    return [name for each in kind.__mro__ for name in vars(each).get("__slots__", ()) if name != "__weakref__"]
+
+
 def _held(one: Any) -> dict[str, Any]:
-    slots = [name for kind in type(one).__mro__ for name in vars(kind).get("__slots__", ()) if hasattr(one, name)]
-    held = {**{name: getattr(one, name) for name in slots if name != "__weakref__"}, **getattr(one, "__dict__", {})}
+    kind: Any = type(one)
+    slots = [name for name in _slots(kind) if hasattr(one, name)]
+    held = {**{name: getattr(one, name) for name in slots}, **getattr(one, "__dict__", {})}
     return {name: value for name, value in held.items() if name not in _NUMBERS}

@@ -127,6 +127,10 @@ class MemoryLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         with self.paused():
             return StandIn(torch.empty_like(tensor), entry)
 
+    def category(self, tensor: torch.Tensor) -> str:
+        """What a tensor is for, as far as it has shown."""
+        return next(entry.category for _, entry in self._entries({"": [tensor]}))
+
     def unseen(self, like: StandIn) -> torch.Tensor:
         """Make a tensor of which nothing is noted, neither now nor when it is freed."""
         with self.paused():
@@ -150,9 +154,16 @@ class MemoryLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
                 if key in self._live:
                     yield category, self._live[key]
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """torch's: not to switch Dynamo off and on with each operation, as nothing is compiled here."""
+        return False
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func.namespace == "prim":  # asks for a device, which is most of what is called
+            return func(*args, **(kwargs or {}))
         # a DTensor's operation is seen again as those on its local tensor and its collectives
         if any(is_traceable_wrapper_subclass_type(one) for one in types):
             return NotImplemented

@@ -363,8 +363,8 @@ def _stand_in(found: Sequence[Repetition], ledger: MemoryLedger) -> None:
         for parameter, other in zip(block.parameters(), other_block.parameters(), strict=True):
             if other.grad is not None:
                 with ledger.paused():
-                    parameter.grad = torch.zeros_like(other.grad)
-                ledger.adopt(parameter.grad, ledger.stand_in(other.grad).category)
+                    parameter.grad = torch.empty_like(other.grad)
+                ledger.adopt(parameter.grad, ledger.category(other.grad))
 
 
 def _in_words(name: str, parameter: torch.Tensor) -> object:

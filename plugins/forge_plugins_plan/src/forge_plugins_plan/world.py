@@ -12,11 +12,12 @@ from typing import Any
 import attrs
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._mesh_layout import _MeshLayout
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param
 from torch.distributed.pipelining.schedules import _PipelineSchedule
-from torch.distributed.tensor import _sharding_prop
+from torch.distributed.tensor import DTensor, _sharding_prop
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -165,6 +166,24 @@ def _without_vote(_: Any) -> Any:
     return elect
 
 
+def _undecorated(dispatch: Any) -> Any:
+    """Dynamo is switched off and on with each operation, and nothing is compiled here."""
+    return getattr(dispatch, "__wrapped__", dispatch)
+
+
+def _by_part(empty_like: Any) -> Any:
+    """Of a ``DTensor``, its local tensor alone. All parameters are made so; to pass that on takes most of the time."""
+
+    def make(tensor: torch.Tensor, **options: Any) -> torch.Tensor:
+        if type(tensor) is not DTensor:
+            made: torch.Tensor = empty_like(tensor, **options)
+            return made
+        local = empty_like(tensor._local_tensor, **options)
+        return DTensor(local, tensor._spec, requires_grad=False)  # type: ignore[no-untyped-call]  # torch's
+
+    return make
+
+
 _OTHERWISE: Sequence[tuple[Any, str, Callable[[Any], Any]]] = (
     (DeviceMesh, "_init_one_process_group", _own_group_only),
     (DeviceMesh, "_concatenate", _once_a_mesh),
@@ -172,5 +191,7 @@ _OTHERWISE: Sequence[tuple[Any, str, Callable[[Any], Any]]] = (
     (_fsdp_collectives, "torch", lambda _: _UncutTorch()),
     (_sharding_prop, "_propagate_use_strided_shard_flag", _asked_once),
     (_PipelineSchedule, "_warmup_p2p", _without_vote),
+    (FakeTensorMode, "__torch_dispatch__", _undecorated),
+    (torch, "empty_like", _by_part),
 )
 """What of torch is done otherwise: all of it private, none of it seen in the figures."""
