@@ -160,7 +160,7 @@ def test_others_are_simulated_themselves(catalog, job_of, followed, world_size, 
 )
 def test_a_rank_whose_schedule_does_otherwise_does_not_follow(catalog, job_of, action, changed):
     job = job_of(8, "1F1B", 8)
-    one, other = (Simulation(job, catalog, 300, 8, stage, None, 8, None, True) for stage in (1, 2))
+    one, other = (Simulation(job, catalog, 300, 8, stage, None, 8, True) for stage in (1, 2))
     twin, known = one.twin(), one.run(shorten=True)
     assert other.follow([(twin, known)]) is not None
 

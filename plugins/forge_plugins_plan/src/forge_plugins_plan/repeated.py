@@ -18,10 +18,8 @@ from forge_plugins_plan.alike import alike, by_block
 from forge_plugins_plan.timeline import Change, Repeat, Tally, Timeline
 from forge_plugins_plan.work import Microbatch, Work
 
-_KEPT = 5
-"""Times that a block is simulated. All but the first and the last must do the same to memory."""
-_FIRST = 3
-"""Of these, so many are the first ones; the others are the last."""
+_FIRST, _LAST = 3, 2
+"""Turns that are simulated, of the first ones and of the last. All but the first and the last must do the same."""
 _LONGEST = 8
 """Blocks of different kinds that may take turns."""
 
@@ -56,8 +54,13 @@ class _Mark(NamedTuple):
     turn: int
 
 
-def repetitions(part: Any) -> list[Repetition]:
-    """Those of a model's ``blocks`` that are long enough to leave some out; none where there is no telling."""
+def repetitions(part: Any, *, seen: bool = False) -> list[Repetition]:
+    """Those of a model's ``blocks`` that are long enough to leave some out; none where there is no telling.
+
+    Args:
+        seen: that turns do the same has been seen: one less is simulated.
+    """
+    n_first = _FIRST - seen
     blocks = getattr(part, "blocks", None)
     if not isinstance(blocks, nn.ModuleDict):
         return []
@@ -65,11 +68,12 @@ def repetitions(part: Any) -> list[Repetition]:
     kinds = _kinds(part)
     while first < len(names):
         turns, period = max((_turns(kinds, first, period), period) for period in _periods(len(names) - first))
-        if turns > _KEPT:
+        is_long = turns > _FIRST + _LAST
+        if is_long:
             each = [names[first + turn * period : first + (turn + 1) * period] for turn in range(turns)]
-            last = turns - (_KEPT - _FIRST)
-            found.append(Repetition(part, [*each[:_FIRST], *each[last:]], each[_FIRST:last]))
-        first += turns * period if turns > _KEPT else 1
+            last = turns - _LAST
+            found.append(Repetition(part, [*each[:n_first], *each[last:]], each[n_first:last]))
+        first += turns * period if is_long else 1
     return found
 
 
@@ -168,8 +172,9 @@ def lengthened(log: Sequence[Any], found: Sequence[Repetition], gradients: int) 
     added: list[Counter[str]] = [Counter() for _ in found]
     done = 0
     while places:
-        own, places = places[:_KEPT], places[_KEPT:]
-        number = _one_pass([log[i] for i in own])
+        kept = len(found[log[places[0]].repetition].kept)
+        own, places = places[:kept], places[kept:]
+        number = _one_pass([log[i] for i in own], kept)
         turns = [list(log[start + 1 : end]) for start, end in pairwise(own[1:-1])]
         if any(turn != turns[0] for turn in turns):
             raise NotRepeatedError("blocks that are alike do not do the same")
@@ -179,26 +184,33 @@ def lengthened(log: Sequence[Any], found: Sequence[Repetition], gradients: int) 
         added[number].update(_net(turns[0]))
         done = own[-2]
     timeline += [one for one in log[done:] if not isinstance(one, _Mark)]
-    _check(log, timeline, added, gradients)
+    _check(log, timeline, found, added, gradients)
     return timeline
 
 
-def _one_pass(marks: Sequence[_Mark]) -> int:
+def _one_pass(marks: Sequence[_Mark], kept: int) -> int:
     """The repetition of marks that stand for all turns of one, in one direction."""
     turns = [mark.turn for mark in marks]
-    if len({mark[:2] for mark in marks}) > 1 or turns not in ([*range(_KEPT)], [*range(_KEPT)][::-1]):
+    if len({mark[:2] for mark in marks}) > 1 or turns not in ([*range(kept)], [*range(kept)][::-1]):
         raise NotRepeatedError("blocks do not run one after the other")
     return marks[0].repetition
 
 
-def _check(log: Sequence[Any], timeline: Timeline, added: Sequence[Counter[str]], gradients: int) -> None:
+def _check(
+    log: Sequence[Any],
+    timeline: Timeline,
+    found: Sequence[Repetition],
+    added: Sequence[Counter[str]],
+    gradients: int,
+) -> None:
     """Each turn leaves behind what all of them together have left, or less: what one makes, another frees."""
     if _net(timeline)["gradients"] != gradients:
         raise NotRepeatedError("gradients are not those of all blocks")
     left = _net([one for one in log if isinstance(one, Change)])
+    kept = min(len(one.kept) for one in found)
     for category in {category for one in added for category in one} - {"gradients"}:
         of_turns = [one[category] for one in added]
-        if min(of_turns) < 0 or _KEPT * sum(of_turns) > max(left[category], 0):
+        if min(of_turns) < 0 or kept * sum(of_turns) > max(left[category], 0):
             raise NotRepeatedError(f"{category} of a block are not freed as they are made")
 
 

@@ -341,6 +341,7 @@ def _recomputation(
 ) -> list[PlannedRecomputation]:
     """Of the stage that needs most; ways that cannot be simulated are left out."""
     number = plan.stages.index(plan.heaviest)
+    known = simulated[number]
     planned = []
     for one in alternatives(job, catalog, world_size, build):
         if one.is_the_jobs:
@@ -348,7 +349,8 @@ def _recomputation(
         else:
             other = simulate(
                 *(one.job, catalog, vocab_size, world_size, number, plan.gpu, plan.ranks_per_node),
-                like=simulated[number].optimizer,
+                like=known.optimizer,
+                seen=len(known.found) > 0,
                 timed=plan.time is not None and len(plan.stages) == 1,
             )
             stage = _stage(other)

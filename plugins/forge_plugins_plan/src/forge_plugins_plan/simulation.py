@@ -100,6 +100,7 @@ def simulate(
     *,
     shorten: bool = True,
     like: OptimizerStep | None = None,
+    seen: bool = False,
     timed: bool = False,
 ) -> SimulatedRank:
     """Build ``job`` for rank 0 of a pipeline stage among ``world_size`` ranks, and run a step of it.
@@ -112,12 +113,13 @@ def simulate(
         ranks_per_node: what a launcher would say.
         shorten: run forward and backward of some of the blocks that are alike, where the rest follows from these.
         like: the optimizer's step of a job that differs in what is recomputed; it is not run again then.
+        seen: blocks have been seen to do the same in such a job, and fewer of them are run.
         timed: record what operations do, too, of which a ``Clock`` makes times.
 
     Raises:
         ForgeError: what the build of a real run would say.
     """
-    one = Simulation(job, catalog, vocab_size, world_size, stage, gpu, ranks_per_node, like, timed)
+    one = Simulation(job, catalog, vocab_size, world_size, stage, gpu, ranks_per_node, timed, like, seen)
     if shorten:
         try:
             return one.run(shorten=True)
@@ -149,8 +151,9 @@ class Simulation:
     stage: int
     gpu: Gpu | None
     ranks_per_node: int
-    like: OptimizerStep | None
     timed: bool
+    like: OptimizerStep | None = None
+    seen: bool = False
 
     def run(self, *, shorten: bool) -> SimulatedRank:
         """
@@ -163,7 +166,7 @@ class Simulation:
         found: list[Repetition] = []
 
         def allocate_only(part: nn.Module, device: torch.device, _: int) -> None:
-            of_part = repetitions(part) if shorten else []
+            of_part = repetitions(part, seen=self.seen) if shorten else []
             found.extend(of_part)
             # no optimizer will ask for the others
             with fake, ledger, nullcontext() if self.like is None else shortened(of_part, []):
@@ -226,7 +229,8 @@ class Simulation:
                 return None
             optimizer = attrs.evolve(known.optimizer, parameters=_updated(rank.built))
             told = self.rank, self.stage, rank.built, rank.parameter_bytes
-            return SimulatedRank(*told, _memory(optimizer, run), "", rank.traffic(), optimizer, run)
+            memory = _memory(optimizer, run)
+            return SimulatedRank(*told, memory, "", rank.traffic(), optimizer, run, found=known.found)
 
     @property
     def rank(self) -> int:

@@ -29,7 +29,7 @@ def simulate_stages(
     ranks: list[SimulatedRank] = []
     patterns: list[tuple[Twin, SimulatedRank]] = []
     for stage in range(job.parallel.pp):
-        one = Simulation(*told, stage, gpu, ranks_per_node, None, timed)
+        one = Simulation(*told, stage, gpu, ranks_per_node, timed)
         is_inner = 0 < stage < job.parallel.pp - 1
         known = one.follow([each for each in patterns if _shares_nodes_alike(one, each[1].rank)]) if is_inner else None
         if known is None:
