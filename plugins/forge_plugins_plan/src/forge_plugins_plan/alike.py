@@ -49,7 +49,7 @@ def block_names(part: Any) -> Names | None:
 
 
 def by_block(part: Any) -> list[Mapping[str, Any]]:
-    """What a model holds by the names of its blocks."""
+    """All that a model holds by the names of its blocks."""
     return [value for value in vars(part).values() if isinstance(value, Mapping) and {*part.blocks} <= {*value}]
 
 
@@ -64,7 +64,7 @@ def _held_but_names(part: Any) -> list[Any]:
 
 @attrs.frozen
 class _Attributes:
-    """Of a module."""
+    """The attributes of a module."""
 
     held: dict[str, Any]
 

@@ -91,7 +91,7 @@ def replayed(ledger: MemoryLedger, n_microbatches: int, like: Traces | None = No
 
 @attrs.define
 class _Place:
-    """Of a simulated action in the log."""
+    """Where a simulated action is in the log."""
 
     start: int
     end: int
@@ -138,7 +138,7 @@ class Replay:
         return run
 
     def _is_new(self, stage: Any, key: _Key, after: str) -> bool:
-        """Whether a rank with several stages has to simulate one microbatch more: it is the first whose forward comes
+        """Return whether a rank with several stages has to simulate one microbatch more: the first whose forward comes
         after a backward, or after a forward. With one stage, the last one shows that."""
         if stage.num_stages == stage.group_size or key[2] < _FIRST:
             return False
@@ -157,7 +157,7 @@ class Replay:
             raise NotRepeatedError("the order of forwards and backwards is another one")
 
     def finished(self, fake: FakeTensorMode) -> Traces:
-        """What has been done, once the log says what it was for."""
+        """All that has been done, once the log says what it was for."""
         by_action = {
             key: attrs.evolve(trace, notes=_numbered(self.ledger.log, self._places[key]))
             for key, trace in self.traces.items()
@@ -185,8 +185,8 @@ class Replay:
         return result
 
     def _is_as_before(self, key: _Key, trace: _Trace) -> bool:
-        """Whether it has done what this action did with the microbatch that others repeat. Some schedules hold on to
-        what the last forward has given, which then is not freed by its backward."""
+        """Return whether it has done what this action did with the microbatch that others repeat. Some schedules hold
+        on to what the last forward has given, which then is not freed by its backward."""
         like = self.traces[*key[:2], _FIRST - 1]
         given = self.traces[key[0], _FORWARD, key[2]].left
         kept = [
@@ -227,7 +227,7 @@ class Replay:
         return [received[one] if isinstance(one, int) else one for one in trace.notes]
 
     def _unread(self, stage: Any, name: str, microbatch: int) -> list[Work]:
-        """What is received for a microbatch, in the order in which the stage keeps it."""
+        """Reads of what is received for a microbatch, in the order in which the stage keeps it."""
         if self.ledger.recorder is None or name == _REDUCE:
             return []
         kept = getattr(stage, _RECEIVED[name]).get(microbatch, ())
@@ -261,7 +261,7 @@ class Replay:
 
 
 def _numbered(log: Sequence[Any], place: _Place) -> list[Any]:
-    """What is noted there, with numbers for what has been received."""
+    """The notes of an action, with numbers for what has been received."""
     notes = log[place.start : place.end]
     return (
         [place.received.get(one, one) if isinstance(one, Work) else one for one in notes]

@@ -142,7 +142,7 @@ def without_collections() -> Iterator[None]:
 
 @attrs.frozen
 class Simulation:
-    """Of one rank; see ``simulate``."""
+    """The simulation of one rank; see ``simulate``."""
 
     job: Job
     catalog: Catalog
@@ -307,7 +307,7 @@ class _BuiltRank:
     parameter_bytes: int
 
     def traffic(self) -> list[Traffic]:
-        """What passes say that the rank sends."""
+        """All that passes say that the rank sends."""
         return [
             one
             for applier in self.appliers
@@ -325,7 +325,7 @@ class Twin:
     optimizer: torch.optim.Optimizer
 
     def does_as(self, other: Twin) -> bool:
-        """Whether its only stage is like that of ``other``, and updated alike."""
+        """Return whether its only stage is like that of ``other``, and updated alike."""
         parts = *self.built.parts, *other.built.parts
         if len(self.built.parts) != 1 or len(parts) != 2 or not stages_alike(*parts):
             return False
@@ -342,7 +342,7 @@ def _memory(optimizer: OptimizerStep, run: Timeline) -> RankMemory:
 
 
 def _updated(built: BuiltModel) -> list[object]:
-    """What the optimizer updates, in words."""
+    """All that the optimizer updates, in words."""
     return [_in_words(name, parameter) for name, parameter in built.parameters.items()]
 
 

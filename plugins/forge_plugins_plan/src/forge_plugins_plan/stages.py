@@ -41,8 +41,8 @@ def simulate_stages(
 
 
 def _shares_nodes_alike(one: Simulation, other: int) -> bool:
-    """Whether the ranks of this stage lie in nodes as those that begin with rank ``other`` do: collectives take as
-    long."""
+    """Return whether nodes cut the ranks of this stage as they cut those of the stage of rank ``other``. Collectives
+    take as long then."""
     size, of_node = one.world_size // one.job.parallel.pp, one.ranks_per_node
     in_one = all(first // of_node == (first + size - 1) // of_node for first in (one.rank, other))
     return in_one or one.rank % of_node == other % of_node
