@@ -135,6 +135,7 @@ def test_ranks_whose_stages_are_alike_follow_from_one(
     [
         pytest.param(8, 8, [*SPARSE, "model.feed_forward.first_dense=4"], id="other blocks"),
         pytest.param(8, 8, ["model.n_layers=9"], id="more blocks"),
+        pytest.param(8, 8, ["model.layers=[{at=4, window=8}]"], id="a window"),
         pytest.param(8, 8, [BY_NAME], id="another optimizer"),
         pytest.param(12, 8, [], id="ranks that are not in one node"),
         pytest.param(8, 8, [ALWAYS], id="what depends on the order of forwards and backwards"),
