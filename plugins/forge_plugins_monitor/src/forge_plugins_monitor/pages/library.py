@@ -16,9 +16,10 @@ PACKAGED = Path(__file__).parent / "text.json.bz2"
 """Made by ``hatch_build.py`` as the wheel is built."""
 LEFT_OUT = (
     *("architecture.md", "glossary.md", "hooks/public-modules.md", "promises.md", "scale.md"),
-    "published-models.md",
+    *("describe-a-cluster.md", "neural-recordings.md", "published-models.md", "replicas.md"),
+    *("write-a-mirror.md", "write-a-mixer.md"),
 )
-"""Pages for those who work on Forge itself, and a table that the README of forge-plugins-hf has, too."""
+"""Pages for those who work on Forge itself, and pages that few need."""
 SOURCES = Path(__file__).parents[5] / "docs"
 """In a checkout."""
 
