@@ -88,6 +88,11 @@ CASES = {
         "compile.whole_model: true cannot be combined with 'fsdp'",
         "compile.whole_model=false",
     ),
+    ("compile", "activation_checkpointing"): (
+        ["run.device=cuda", f"{COMPILE}.whole_model=true", f"{AC}.mode=offload"],
+        "compile.whole_model: true cannot be combined with mode = \"offload\" of 'activation_checkpointing'",
+        "compile.whole_model=false",
+    ),
     ("context_parallel", "run.device"): (
         ["parallel.cp=2", f"{CP}.method=ring", "run.device=mps"],
         'context_parallel.method: "ring" cannot be combined with run.device = "mps"',

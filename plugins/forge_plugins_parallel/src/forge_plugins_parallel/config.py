@@ -36,7 +36,7 @@ class CompileConfig:
     whole_model: bool = False
     """One graph for the whole model, loss included, instead of one for all blocks: longer to compile with every block,
     and more to fuse. Whether the loss returns a sum is then not checked in the first step. Not with ``fsdp``, which
-    gathers and frees parameters between blocks."""
+    gathers and frees parameters between blocks, nor with ``mode = "offload"`` of ``activation_checkpointing``."""
     on_recompile: Literal["error", "warn", "ignore"] = "warn"
     """What to do when training compiles again after a block's first forward, which costs as much as the first time and
     happens mostly because a shape changed: stop, or say so, with the guard that failed. Evaluation may compile."""

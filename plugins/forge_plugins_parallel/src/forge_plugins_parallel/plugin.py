@@ -46,6 +46,12 @@ def forge_parallel_passes() -> Iterable[PassComponent]:
                 "it gathers and frees parameters between blocks, which one graph has no room for",
                 when={"whole_model": True},
             ),
+            Conflict(
+                "activation_checkpointing",
+                "what is saved is sent away block by block, and one graph saves all at once",
+                when={"whole_model": True},
+                other_when={"mode": "offload"},
+            ),
         ),
     )
     yield PassComponent(
