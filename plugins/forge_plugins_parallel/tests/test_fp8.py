@@ -8,6 +8,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchao.float8.float8_linear import Float8Linear
+from torchao.prototype.moe_training import mxfp8_linear
+from torchao.prototype.mx_formats.config import MXFP8Dim1CastKernelChoice
 
 from forge_core.config.sections import ParallelSection
 from forge_core.contracts.parallel_pass import PassContext
@@ -16,7 +18,7 @@ from forge_core.errors import ConfigError
 from forge_core.registry.catalog import is_importable
 from forge_core.registry.discovery import discover
 from forge_core.train.build import materialise
-from forge_plugins_parallel.block_scaled import CAPABILITIES, BlockScaledLinear, _rounded
+from forge_plugins_parallel.block_scaled import CAPABILITIES, BlockScaledLinear, _rounded, product_of
 from forge_plugins_parallel.config import Float8Config, FullyShardConfig
 from forge_plugins_parallel.float8_scales import scale_together
 from forge_plugins_parallel.fp8 import Float8
@@ -158,6 +160,38 @@ def test_rows_need_not_fill_a_block(recipe):
     expected = outputs_and_gradients(linear, *filled)
     for got, want in zip(found, expected, strict=True):
         assert torch.allclose(got.flatten(0, -2)[:200], want[:200], rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("recipe", ["blockwise", "mxfp8"])
+def test_kernels_are_given_whole_tiles_of_rows(recipe):
+    linear, seen = nn.Linear(256, 128), []
+    convert(linear, recipe)
+    linear.product = lambda rows, weight: seen.append(len(rows)) or rows @ weight.T
+
+    for count in (1, 100, 128, 160):
+        assert linear(torch.randn(count, 256)).shape == (count, 128)
+    assert seen == [128, 128, 128, 256]
+
+
+@pytest.mark.parametrize(
+    ("features", "emulates", "kernel"),
+    [
+        ((256, 128), False, "TRITON"),
+        ((160, 128), False, "TORCH"),
+        ((256, 96), False, "TORCH"),
+        ((256, 128), True, "TORCH"),
+    ],
+)
+def test_torchao_casts_by_triton_what_its_kernel_takes(monkeypatch, features, emulates, kernel):
+    """It refuses factors whose sizes are no multiples of 128."""
+    given = []
+    monkeypatch.setattr(mxfp8_linear.mx_mm, "apply", lambda *arguments: given.extend(arguments))
+    product = product_of("mxfp8", None if emulates else (10, 0), is_planned=False)
+
+    product(torch.randn(128, features[0]), torch.randn(*reversed(features)))
+
+    (choice,) = (one for one in given if isinstance(one, MXFP8Dim1CastKernelChoice))
+    assert choice.name == kernel
 
 
 def convert(linear, recipe):

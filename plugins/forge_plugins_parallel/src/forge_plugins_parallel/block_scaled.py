@@ -15,22 +15,23 @@ from forge_plugins_parallel.config import FLOAT8_BLOCKS
 
 CAPABILITIES = {"blockwise": (9, 0), "mxfp8": (10, 0)}
 """The compute capability from which on a GPU has the product."""
+ROWS = 128
+"""Rows come in multiples of this: a block of ``blockwise``, and what torchao's kernels for ``mxfp8`` take at a time."""
 _LARGEST = torch.finfo(torch.float8_e4m3fn).max
 
 Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""Of ``(rows, in)`` and a weight ``(out, in)``, both contiguous, to ``(rows, out)``; ``rows`` is a multiple of the
-block."""
+"""Of ``(rows, in)`` and a weight ``(out, in)``, both contiguous, to ``(rows, out)``; ``rows`` is a multiple of
+``ROWS``."""
 
 
 class BlockScaledLinear(nn.Linear):
-    """A linear layer that multiplies with ``product``. Rows that a last block lacks are filled up with zeros."""
+    """A linear layer that multiplies with ``product``. Rows that it lacks are filled up with zeros."""
 
     product: Product
-    block: int
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 (torch's name)
         rows = input.flatten(0, -2).contiguous()
-        lacking = -len(rows) % self.block
+        lacking = -len(rows) % ROWS
         filled = F.pad(rows, (0, 0, 0, lacking)) if lacking else rows  # it copies them in any case
         output = self.product(filled, self.weight.contiguous())[: len(rows)].view(*input.shape[:-1], -1)
         return output if self.bias is None else output + self.bias.to(output.dtype)
@@ -68,10 +69,12 @@ def _mxfp8(*, emulate: bool) -> Product:
 
     kernels = KernelPreference.EMULATED if emulate else KernelPreference.AUTO
     along = mx.MXFP8Dim0CastKernelChoice.TORCH if emulate else mx.MXFP8Dim0CastKernelChoice.TRITON
-    across = mx.MXFP8Dim1CastKernelChoice.TORCH if emulate else mx.MXFP8Dim1CastKernelChoice.TRITON
+    by_torch, by_triton = mx.MXFP8Dim1CastKernelChoice.TORCH, mx.MXFP8Dim1CastKernelChoice.TRITON
     dtypes, scales = (torch.float8_e4m3fn,) * 3, mx.ScaleCalculationMode.RCEIL
 
     def product(rows: torch.Tensor, weight: torch.Tensor) -> Any:
+        fills_tiles = all(features % 128 == 0 for features in weight.shape)  # torchao's kernel knows no others
+        across = by_triton if fills_tiles and not emulate else by_torch
         return mx_mm.apply(rows, weight, *dtypes, FLOAT8_BLOCKS["mxfp8"], kernels, along, across, scales, False)
 
     return product

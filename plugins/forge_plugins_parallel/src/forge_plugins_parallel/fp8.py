@@ -102,7 +102,7 @@ class Float8:
         recipe = self._config.recipe
         if recipe in FLOAT8_BLOCKS:
             product = product_of(recipe, capability, is_planned=is_planned)
-            return functools.partial(_scale_in_blocks, product=product, block=FLOAT8_BLOCKS[recipe])
+            return functools.partial(_scale_in_blocks, product=product)
         return functools.partial(_make_float8, config=self._torchao_config())
 
     def _torchao_config(self) -> Float8LinearConfig:
@@ -168,9 +168,9 @@ def _make_float8(linear: Any, config: Float8LinearConfig) -> None:
             setattr(linear, name, value)
 
 
-def _scale_in_blocks(linear: Any, *, product: Product, block: int) -> None:
+def _scale_in_blocks(linear: Any, *, product: Product) -> None:
     linear.__class__ = class_with(linear.__class__, BlockScaledLinear)
-    linear.product, linear.block = product, block
+    linear.product = product
 
 
 def _is_plain(own: type[nn.Linear]) -> bool:
