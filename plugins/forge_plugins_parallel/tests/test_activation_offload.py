@@ -95,12 +95,18 @@ def test_nothing_stays_after_a_step(copies):
 
 def alive_after_forward(model):
     """Of each block, whether what its wide layer has made is in the memory of the device until backward."""
-    made = []
-    for block in model.blocks.values():
-        block.up.register_forward_hook(lambda *call: made.append(StorageWeakRef(call[-1].untyped_storage())))
+    made = saved_storages(model)
     tokens = torch.arange(16).reshape(2, 8)
     loss = model(tokens, targets=tokens, loss=cross_entropy).total
     return [not storage.expired() for storage in made], loss
+
+
+def saved_storages(model):
+    """Of what the wide layer of each block makes, once it has."""
+    made = []
+    for block in model.blocks.values():
+        block.up.register_forward_hook(lambda *call: made.append(StorageWeakRef(call[-1].untyped_storage())))
+    return made
 
 
 def test_activations_leave_the_device_during_forward(copies):
@@ -160,6 +166,68 @@ def test_small_tensors_stay(copies, monkeypatch):
     step(model)
 
     assert copies == []
+
+
+class Masked(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mask", torch.ones(32))
+
+    def forward(self, hidden):
+        return hidden * self.mask
+
+
+def test_buffers_stay(copies):
+    block = Masked()
+    offload([block], CPU)
+
+    loss = block(torch.randn(32, requires_grad=True)).sum()
+
+    assert loss.requires_grad
+    assert copies == []
+
+
+def test_what_is_in_the_memory_of_the_host_stays(copies):
+    block = nn.Linear(16, 16)
+    offload([block], torch.device("meta"))
+
+    block(torch.randn(4, 16, requires_grad=True)).sum().backward()
+
+    assert copies == []
+
+
+class Conjugated(nn.Module):
+    def forward(self, hidden, by):
+        conjugated = torch.view_as_complex(hidden).conj()
+        return torch.view_as_real(conjugated * by).square() * conjugated.imag[:, None]
+
+
+def test_a_conjugate_stays_one(copies):
+    """torch keeps the bytes of the tensor, and notes that it is conjugated."""
+    torch.manual_seed(0)
+    gradients = []
+    for prepare in (lambda block: None, lambda block: offload([block], CPU)):
+        torch.manual_seed(0)
+        block, hidden, by = Conjugated(), torch.randn(8, 2), torch.randn(8, dtype=torch.complex64)
+        prepare(block)
+        block(hidden.requires_grad_() * 1, by.requires_grad_() * 1).sum().backward()
+        gradients.append((hidden.grad, by.grad))
+
+    assert len(copies) > 0
+    assert all(torch.equal(*pair) for pair in zip(*gradients, strict=True))
+
+
+@pytest.mark.parametrize("smallest", [1, 2**20])
+def test_a_graph_that_is_not_walked_is_freed(copies, monkeypatch, smallest):
+    monkeypatch.setattr(activation_offload, "SMALLEST", smallest)
+    model = model_on("cpu")
+    offload(model.blocks.values(), CPU)
+    made = saved_storages(model)
+    tokens = torch.arange(16).reshape(2, 8)
+
+    model(tokens, targets=tokens, loss=cross_entropy)
+
+    assert [storage.expired() for storage in made] == [True, True, True]
 
 
 def test_what_several_blocks_save_stays(copies):

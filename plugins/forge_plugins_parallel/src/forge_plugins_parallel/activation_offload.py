@@ -23,13 +23,13 @@ def offload(blocks: Iterable[nn.Module], device: torch.device) -> None:
     """Have blocks keep in the host's memory what they save for backward.
 
     Copies out and back run beside the computation, on a CUDA stream each, through page-locked memory. When backward
-    comes to a block, its activations and those of the block before it are on their way. Parameters stay, and so does
-    what several blocks save, such as tables of rotary positions.
+    comes to a block, its activations and those of the block before it are on their way. Parameters and buffers stay,
+    and so does what several blocks save, such as tables of rotary positions.
 
     Args:
         device: of the activations. On the CPU they are copied all the same, for tests.
     """
-    shared = _Shared(_Streams.of(device))
+    shared = _Shared(device)
     for block in blocks:
         hooks = _Hooks(block, shared)
         block.register_forward_pre_hook(torch.compiler.disable(hooks.enter))
@@ -49,8 +49,8 @@ class _Streams:
 class _Shared:
     """What the blocks of a model know of each other."""
 
-    def __init__(self, streams: _Streams | None) -> None:
-        self.streams = streams
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.streams = device, _Streams.of(device)
         self.last: weakref.ref[_Visit] | None = None
         """The visit before."""
         self._savers: dict[StorageWeakRef, weakref.ref[_Visit]] = {}
@@ -69,7 +69,9 @@ class _Hooks:
         self._active: list[saved_tensors_hooks] = []
 
     def enter(self, *_: Any) -> None:
-        own = {local_tensor(one).untyped_storage()._cdata for one in self._block.parameters()}
+        own = {
+            local_tensor(one).untyped_storage()._cdata for one in (*self._block.parameters(), *self._block.buffers())
+        }
         visit = _Visit(self._shared, own)
         context = saved_tensors_hooks(visit.pack, _unpack)
         context.__enter__()
@@ -82,25 +84,29 @@ class _Hooks:
 class _Visit:
     """One forward of one block, and what it has saved."""
 
-    def __init__(self, shared: _Shared, parameters: set[int]) -> None:
-        self._shared, self._parameters = shared, parameters
+    def __init__(self, shared: _Shared, own: set[int]) -> None:
+        self._shared, self._own = shared, own
         self._before, shared.last = shared.last, weakref.ref(self)
         self._kept: dict[StorageWeakRef, weakref.ref[_Kept]] = {}
         self._is_coming_back = False
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor | _Packed:
-        is_plain = type(tensor) in (torch.Tensor, nn.Parameter, FakeTensor)
-        if not is_plain or tensor.untyped_storage()._cdata in self._parameters:
-            return tensor
+        kept = self._on_host(tensor)
+        return _as_it_is(tensor) if kept is None else _Packed(kept, self, tensor)
+
+    def _on_host(self, tensor: torch.Tensor) -> _Kept | None:
+        if not _is_a_view_of_bytes(tensor) or tensor.device.type != self._shared.device.type:
+            return None
         whole = tensor.untyped_storage()
         name = StorageWeakRef(whole)
-        if whole.nbytes() < SMALLEST or self._shared.is_saved_elsewhere(name, self):
-            return tensor
+        is_small = whole.nbytes() < SMALLEST
+        if is_small or whole._cdata in self._own or self._shared.is_saved_elsewhere(name, self):
+            return None
         kept = self._kept[name]() if name in self._kept else None
         if kept is None:
             kept = _Kept(tensor, self._shared.streams)
             self._kept[name] = weakref.ref(kept)
-        return _Packed(kept, self, tensor)
+        return kept
 
     def come_back(self) -> None:
         """Begin to copy what this block has saved, and what the one before it has, unless that has begun."""
@@ -117,6 +123,17 @@ class _Visit:
             kept = reference()
             if kept is not None:
                 kept.copy_back()
+
+
+def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor that stays. What made it would hold itself by the tensor as such, and stay for ever."""
+    return tensor if tensor.is_leaf else tensor.detach()
+
+
+def _is_a_view_of_bytes(tensor: torch.Tensor) -> bool:
+    """Return whether its dtype, shape and strides say all about a tensor that its bytes do not."""
+    is_plain = type(tensor) in (torch.Tensor, nn.Parameter, FakeTensor) and tensor.layout is torch.strided
+    return is_plain and not tensor.is_conj() and not tensor.is_neg()
 
 
 class _Packed:
