@@ -95,7 +95,7 @@ class ActivationCheckpointing:
                 'parallel.passes.activation_checkpointing.mode = "offload" keeps the activations of the last block '
                 "on the GPU, and no other is meant; take the pass out"
             )
-        offload((units[name] for name in chosen), context.device)
+        offload((units[name] for name in chosen), context.device, last=None if last is None else units[last])
         return chosen
 
 

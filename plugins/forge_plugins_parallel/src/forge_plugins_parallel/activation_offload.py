@@ -19,21 +19,24 @@ SMALLEST = 2**20
 """Bytes below which a tensor stays: copies of many small ones cost more time than they save memory."""
 
 
-def offload(blocks: Iterable[nn.Module], device: torch.device) -> None:
+def offload(blocks: Iterable[nn.Module], device: torch.device, *, last: nn.Module | None = None) -> None:
     """Have blocks keep in the host's memory what they save for backward.
 
-    Copies out and back run beside the computation, on a CUDA stream each, through page-locked memory. When backward
-    comes to a block, its activations and those of the block before it are on their way. Parameters and buffers stay,
-    and so does what several blocks save, such as tables of rotary positions.
+    Copies out and back run beside the computation, on a CUDA stream each, through page-locked memory. A block has the
+    time of the next one to copy out; then its memory is free. When backward comes to a block, its activations and those
+    of the block before it are on their way. Parameters and buffers stay, and so does what several blocks save, such as
+    tables of rotary positions.
 
     Args:
         device: of the activations. On the CPU they are copied all the same, for tests.
+        last: the block after them, which keeps its own. When backward comes to it, those of the block before it are on
+            their way, too.
     """
     shared = _Shared(device)
     for block in blocks:
-        hooks = _Hooks(block, shared)
-        block.register_forward_pre_hook(torch.compiler.disable(hooks.enter))
-        block.register_forward_hook(torch.compiler.disable(hooks.leave), always_call=True)
+        _Hooks(block, shared, keeps=False)
+    if last is not None:
+        _Hooks(last, shared, keeps=True)
 
 
 @attrs.frozen
@@ -64,21 +67,25 @@ class _Shared:
 class _Hooks:
     """Those of one block."""
 
-    def __init__(self, block: nn.Module, shared: _Shared) -> None:
-        self._block, self._shared = block, shared
-        self._active: list[saved_tensors_hooks] = []
+    def __init__(self, block: nn.Module, shared: _Shared, *, keeps: bool) -> None:
+        self._block, self._shared, self._keeps = block, shared, keeps
+        self._active: list[tuple[_Visit, saved_tensors_hooks]] = []
+        block.register_forward_pre_hook(torch.compiler.disable(self._enter))
+        block.register_forward_hook(torch.compiler.disable(self._leave), always_call=True)
 
-    def enter(self, *_: Any) -> None:
+    def _enter(self, *_: Any) -> None:
         own = {
             local_tensor(one).untyped_storage()._cdata for one in (*self._block.parameters(), *self._block.buffers())
         }
         visit = _Visit(self._shared, own)
-        context = saved_tensors_hooks(visit.pack, _unpack)
+        context = saved_tensors_hooks(_as_it_is if self._keeps else visit.pack, visit.unpack)
         context.__enter__()
-        self._active.append(context)
+        self._active.append((visit, context))
 
-    def leave(self, *_: Any) -> None:
-        self._active.pop().__exit__(None, None, None)
+    def _leave(self, *_: Any) -> None:
+        visit, context = self._active.pop()
+        context.__exit__(None, None, None)
+        visit.free_before()
 
 
 class _Visit:
@@ -92,7 +99,22 @@ class _Visit:
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor | _Packed:
         kept = self._on_host(tensor)
-        return _as_it_is(tensor) if kept is None else _Packed(kept, self, tensor)
+        return _as_it_is(tensor) if kept is None else _Packed(kept, tensor)
+
+    def unpack(self, packed: torch.Tensor | _Packed) -> torch.Tensor:
+        self._copy_back()
+        if (before := self._block_before()) is not None:
+            before._copy_back()
+        if isinstance(packed, torch.Tensor):
+            return packed
+        return packed.kept.on_device().view(packed.dtype).as_strided(*packed.form)
+
+    def free_before(self) -> None:
+        """Free what the block before has saved, unless backward has come to it."""
+        before = self._block_before()
+        if before is not None and not before._is_coming_back:
+            for kept in before._alive():
+                kept.free()
 
     def _on_host(self, tensor: torch.Tensor) -> _Kept | None:
         if not _is_a_view_of_bytes(tensor) or tensor.device.type != self._shared.device.type:
@@ -108,21 +130,18 @@ class _Visit:
             self._kept[name] = weakref.ref(kept)
         return kept
 
-    def come_back(self) -> None:
-        """Begin to copy what this block has saved, and what the one before it has, unless that has begun."""
-        self._copy_back()
-        before = self._before() if self._before is not None else None
-        if before is not None:
-            before._copy_back()
+    def _block_before(self) -> _Visit | None:
+        return self._before() if self._before is not None else None
 
     def _copy_back(self) -> None:
         if self._is_coming_back:
             return
         self._is_coming_back = True
-        for reference in self._kept.values():
-            kept = reference()
-            if kept is not None:
-                kept.copy_back()
+        for kept in reversed(self._alive()):  # the last that was saved is wanted first
+            kept.copy_back()
+
+    def _alive(self) -> list[_Kept]:
+        return [kept for reference in self._kept.values() if (kept := reference()) is not None]
 
 
 def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
@@ -139,51 +158,64 @@ def _is_a_view_of_bytes(tensor: torch.Tensor) -> bool:
 class _Packed:
     """What autograd holds in place of a tensor."""
 
-    def __init__(self, kept: _Kept, visit: _Visit, tensor: torch.Tensor) -> None:
-        self.kept, self.visit, self.dtype = kept, visit, tensor.dtype
+    def __init__(self, kept: _Kept, tensor: torch.Tensor) -> None:
+        self.kept, self.dtype = kept, tensor.dtype
         self.form = (tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
-def _unpack(packed: torch.Tensor | _Packed) -> torch.Tensor:
-    if isinstance(packed, torch.Tensor):
-        return packed
-    packed.visit.come_back()
-    return packed.kept.on_device().view(packed.dtype).as_strided(*packed.form)
-
-
 class _Kept:
-    """The bytes of a storage, on the host until they are copied back."""
+    """The bytes of a storage: on the device until they are freed there, on the host until they are copied back.
+
+    ``record_stream`` would free them without a wait. But then memory can be used again only once the GPU is done with
+    it, not in the order of what it is asked for, and a host that is ahead of the GPU takes more and more.
+    """
 
     def __init__(self, tensor: torch.Tensor, streams: _Streams | None) -> None:
         self._device, self._streams = tensor.device, streams
-        self._size = tensor.untyped_storage().nbytes()
-        self._host = None if isinstance(tensor, FakeTensor) else self._copied_out(tensor)
-        self._restored: torch.Tensor | None = None
+        self._bytes: torch.Tensor | None
+        self._host: torch.Tensor | None
+        self._computing: Any = None
+        self._has_left: Any = None
         self._has_arrived: Any = None
+        self._size = tensor.untyped_storage().nbytes()
+        if isinstance(tensor, FakeTensor):  # a plan counts memory, of which the host's is none
+            self._bytes, self._host = tensor.detach(), None
+            return
+        whole = torch.empty(0, dtype=torch.uint8, device=self._device).set_(tensor.untyped_storage())
+        self._bytes, self._host = whole, self._copied_out(whole)
+
+    def free(self) -> None:
+        if self._has_left is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._has_left)
+        self._bytes = None
 
     def copy_back(self) -> None:
-        self._restored = torch.empty(self._size, dtype=torch.uint8, device=self._device)
-        if self._host is None:  # a plan counts memory, of which the host's is none
+        if self._bytes is not None:  # backward has come before it was freed
+            return
+        self._bytes = torch.empty(self._size, dtype=torch.uint8, device=self._device)
+        if self._host is None:
             return
         if self._streams is None:
-            self._restored.copy_(self._host)
+            self._bytes.copy_(self._host)
             return
-        back = self._streams.back
-        back.wait_stream(torch.cuda.current_stream(self._device))  # which may have used this memory before
-        back.wait_stream(self._streams.out)
+        back, self._computing = self._streams.back, torch.cuda.current_stream(self._device)
+        back.wait_stream(self._computing)  # which may have used this memory before
         with torch.cuda.stream(back):
-            self._restored.copy_(self._host, non_blocking=True)
-        self._restored.record_stream(back)
+            self._bytes.copy_(self._host, non_blocking=True)
         self._has_arrived = back.record_event()
 
     def on_device(self) -> torch.Tensor:
-        assert self._restored is not None, "its block has not been brought back"
+        assert self._bytes is not None, "its block has not been brought back"
         if self._has_arrived is not None:
             torch.cuda.current_stream(self._device).wait_event(self._has_arrived)
-        return self._restored
+        return self._bytes
 
-    def _copied_out(self, tensor: torch.Tensor) -> torch.Tensor:
-        whole = torch.empty(0, dtype=torch.uint8, device=self._device).set_(tensor.untyped_storage())
+    def __del__(self) -> None:
+        """Memory that nothing has read is not used again either before the copy into it is done."""
+        if self._has_arrived is not None:
+            self._computing.wait_event(self._has_arrived)
+
+    def _copied_out(self, whole: torch.Tensor) -> torch.Tensor:
         if self._streams is None:
             return whole.clone()
         host = torch.empty(self._size, dtype=torch.uint8, pin_memory=True)
@@ -191,5 +223,5 @@ class _Kept:
         out.wait_stream(torch.cuda.current_stream(self._device))  # which computes it
         with torch.cuda.stream(out):
             host.copy_(whole, non_blocking=True)
-        whole.record_stream(out)  # its memory is used anew when the copy is done
+        self._has_left = out.record_event()
         return host
