@@ -209,7 +209,7 @@ def summary(job: Job, world_size: int | None) -> str:
     train = job.train
     chosen = f"{job.model.name} on {job.data.name}, {job.optimizer.name} with {job.scheduler.name}"
     if world_size is None:
-        size = f"{train.batch_size} × {train.seq_len} tokens a microbatch and data-parallel rank"
+        size = f"{train.batch_size} × {train.seq_len} tokens per microbatch and data-parallel rank"
     else:
         degrees = resolve_degrees(job.parallel, world_size)
         batch = train.batch_size * (train.grad_accumulation or 1) * degrees["dp_replicate"] * degrees["dp_shard"]

@@ -35,7 +35,7 @@ def forge(write, catalog):
 def test_validate_says_in_a_line_what_would_be_trained(forge):
     assert forge(validate, "job.toml") == (
         "job.toml is valid: decoder on text, adamw with constant; "
-        "10 steps of 8 × 128 tokens a microbatch and data-parallel rank; passes: none\n"
+        "10 steps of 8 × 128 tokens per microbatch and data-parallel rank; passes: none\n"
     )
     assert "10 steps of 32 × 128 tokens on 4 ranks; passes: fsdp" in forge(validate, "job.toml", "--world-size", "4")
 

@@ -165,8 +165,24 @@ def test_a_way_to_recompute_that_is_not_among_the_compared_is_told_beside_them(p
     *compared, own = planned(*arguments)["recomputation"]
 
     assert own["is_the_jobs"]
+    assert own["what"] == "activation_checkpointing: every = 2"
     assert not any(one["is_the_jobs"] for one in compared)
     assert compared[-1]["activation_bytes"] < own["activation_bytes"] < compared[0]["activation_bytes"]
+
+
+def test_what_waits_in_the_hosts_memory_is_told_as_no_time_counts_it(plan):
+    pass_ = "parallel.passes.activation_checkpointing"
+    arguments = ("--world-size", "2", "--gpu", "h100", "train.batch_size=64")
+
+    kept = [plan(*arguments, f"{pass_}.mode={mode}")[1] for mode in ("offload", "full")]
+    nothing, own = (
+        float(re.search(rf"{way} +([\d.]+)", kept[0])[1]) for way in ("nothing", r'checkpointing: mode = "offload"')
+    )
+
+    told = re.search(r"\n  ([\d.]+) MiB per microbatch go to the host's memory and back, .* way ([\d.e-]+) to", kept[0])
+    assert float(told[1]) == pytest.approx(nothing - own, rel=0.01)
+    assert float(told[2]) == pytest.approx((nothing - own) * 2**20 / 50e9, rel=0.1)
+    assert "host's memory" not in kept[1]
 
 
 def test_any_installed_pass_can_offer_ways_to_recompute(config):
@@ -207,6 +223,7 @@ def test_the_text_names_passes_stages_and_whether_it_fits(plan):
         (["--world-size", "8", "parallel.dp_shard=3"], "ask for 3 ranks"),
         (["--world-size", "8", "parallel.tp=8"], "4 heads cannot be shared out evenly to parallel.tp = 8 ranks"),
         (["--world-size", "1", "--gpu", "h20"], "Did you mean h200?"),
+        (["--world-size", "1", "--gpu", "a100"], "Did you mean a100-40 or a100-80?"),
         (["--world-size", "1", "data.name=token_files", "data.path=x"], "say --vocab-size N, or set model.vocab_size"),
         (
             ["--world-size", "2", "parallel.passes.fsdp.cpu_offload=true"],

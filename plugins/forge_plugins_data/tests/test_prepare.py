@@ -125,6 +125,21 @@ def test_text_files_are_one_document_each_and_share_units(tmp_path):
     assert documents_of(tmp_path / "markdown") == ["left out"]
 
 
+def test_what_a_file_that_is_no_text_has_stopped_goes_on_without_it(tmp_path):
+    (tmp_path / "a.txt").write_text("text")
+    (tmp_path / "b.txt").write_bytes(b"no\0text")
+    out = tmp_path.with_name("went_on")
+
+    with pytest.raises(ConfigError, match=r"b.txt has a NUL byte"):
+        run(tmp_path, out, tokenizer=260)
+    _, printed = run(tmp_path, out, exclude=["b.txt"])
+
+    assert documents_of(out) == ["text"]
+    assert "left out" not in printed
+    with pytest.raises(ConfigError, match=r"was begun with other settings or input"):
+        run(tmp_path, out, exclude=["a.txt"])
+
+
 def test_files_of_a_folder_that_no_pattern_takes_are_counted_by_their_ending(tmp_path):
     for i in range(7):
         (tmp_path / f"{i}.md").write_text("left out")

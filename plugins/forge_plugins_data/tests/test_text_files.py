@@ -97,6 +97,9 @@ def test_paths_may_be_files_folders_globs_and_several(tmp_path, open_text, monke
     assert characters(str(tmp_path), exclude=("**/y/**", "z.*")) == {"1"}
     assert characters(str(tmp_path), exclude=("**/x/**",)) == {"3"}
     assert characters(str(tmp_path), exclude=("x/**/two.txt", "y/**")) == {"1", "3"}
+    assert characters(str(tmp_path), exclude=("**/tests/**", "z.txt")) == {"1", "2"}
+    with pytest.raises(ConfigError, match=r"exclude = 'corpus/z.txt' is none of the 3 files, .* mean 'z.txt'\?"):
+        select_files(str(tmp_path), "**/*.txt", exclude=("corpus/z.txt",))
     assert len(select_files((str(tmp_path), str(tmp_path / "z.txt")), "**/*.txt")) == 3
     monkeypatch.setenv("HOME", str(tmp_path))
     assert characters("~/x") == {"1", "2"}

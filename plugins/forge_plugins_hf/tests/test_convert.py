@@ -189,7 +189,7 @@ def test_a_model_goes_there_and_back_and_computes_the_same(kind, tmp_path, capfd
     model = made(kind, tmp_path / "hf", max_shard_size="20KB")  # several files
 
     assert main(["convert", str(tmp_path / "hf"), "--to", "forge", "--out", str(tmp_path / "ours")]) == 0
-    assert "parameters" in capfd.readouterr().out
+    assert f"\nforge generate {tmp_path}/ours/checkpoint; to train it further" in capfd.readouterr().out
     ours = loaded(tmp_path / "ours" / "checkpoint")
     torch.testing.assert_close(logits(ours.model.eval()), logits(model), atol=1e-5, rtol=1e-5)
     assert ours.tokenizer.end_of_document == 1
@@ -309,6 +309,19 @@ def test_every_architecture_that_is_known_is_converted_here_and_in_the_table_of_
     assert {MODEL_FOR_CAUSAL_LM_MAPPING[type(config())].__name__ for config in MODELS.values()} == known
     readme = (Path(__file__).parents[1] / "README.md").read_text()
     assert set(re.findall(r"`(\w+(?:ForCausalLM|LMHeadModel))`", readme.partition("| architecture |")[2])) == known
+
+
+def test_a_model_without_a_tokenizer_is_said_to_have_none(tmp_path, capfd):
+    made("llama", tmp_path / "hf")
+    (tmp_path / "hf" / "tokenizer.json").unlink()
+
+    assert main(["convert", str(tmp_path / "hf"), "--to", "forge", "--out", str(tmp_path / "ours")]) == 0
+    said = capfd.readouterr().out
+    assert "it has no tokenizer; to train it further" in said
+    assert "forge generate" not in said
+    source = str(tmp_path / "ours" / "checkpoint")
+    assert main(["convert", source, "--to", "huggingface", "--out", str(tmp_path / "back")]) == 0
+    assert capfd.readouterr().out.endswith("/checkpoint, without a tokenizer.json, as the run has none\n")
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ import fork_server
 from forge_core.cli import main
 from forge_plugins_studies.gpus import gpus_for, visible_gpus
 from forge_plugins_studies.processes import Task, run_tasks, state_of
-from forge_plugins_studies.results import last_values
+from forge_plugins_studies.results import _mean_and_spread, last_values
 from forge_testing.json_output import json_of
 
 SWEEP = ["--sweep", "optimizer.lr=1e-2,1e-3"]
@@ -43,10 +43,17 @@ def test_each_combination_is_a_run_and_the_same_command_leaves_them_as_they_are(
     said = capfd.readouterr().out
     losses = {run.name: last_line(run)["eval/loss"] for run in runs.glob("tiny-lr-*")}
     assert len(set(losses.values())) == 4
-    rows = [line.split() for line in said.splitlines() if line.startswith(("1e-2", "1e-3"))]
+    each, means = said.split("mean ± standard deviation over train.seed:\n")
+    rows = [line.split() for line in each.splitlines() if line.startswith(("1e-2", "1e-3"))]
     assert [row[:4] for row in rows] == [[lr, seed, "completed", "4"] for lr in ("1e-2", "1e-3") for seed in ("1", "2")]
     best = min(losses, key=losses.get)
     assert [f"tiny-lr-{row[0]}-seed-{row[1]}" for row in rows if row[-2:-1] == ["*"]] == [best]
+    for lr, line in zip(("1e-2", "1e-3"), means.splitlines()[1:], strict=False):
+        mean, spread = map(float, line.split()[-3::2])
+        one, other = (losses[f"tiny-lr-{lr}-seed-{seed}"] for seed in "12")
+        assert line.split()[:2] == [lr, "2"]
+        assert mean == pytest.approx((one + other) / 2, abs=1e-4)
+        assert spread == pytest.approx(abs(one - other) / 2**0.5, abs=1e-4)
     assert "4 runs" in said
     assert all(name in (runs / "tiny-sweep" / "report.html").read_text() for name in losses)
 
@@ -227,6 +234,12 @@ def test_the_last_line_is_that_of_this_attempt(tmp_path):
     assert ended.code == 2
     assert "no-such-command" in ended.output
     assert task.log.read_text().startswith("done: 10 steps\n")
+
+
+def test_a_seed_without_a_loss_has_no_part_in_a_mean():
+    assert _mean_and_spread([1.0, None, 2.0]) == "none in 1 of 3"
+    assert _mean_and_spread([1.0]) == "1.0000"
+    assert _mean_and_spread([1.0, 2.0, 3.0]) == "2.0000 ± 1.0000"
 
 
 def test_odd_lines_of_metrics_cost_nothing_else(tmp_path):

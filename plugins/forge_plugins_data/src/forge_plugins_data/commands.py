@@ -68,6 +68,7 @@ def data() -> None:
     "--text-field", default="text", show_default=True, help="Key or column of JSONL and Parquet with the text."
 )
 @click.option("--pattern", "patterns", multiple=True, help="Which files to take from folders. May be repeated.")
+@click.option("--exclude", multiple=True, help="A glob for files to leave out, within folders. May be repeated.")
 @click.option(
     "--encoding-errors",
     type=click.Choice(["strict", "replace", "skip"]),
@@ -93,6 +94,7 @@ def prepare_command(
     train_bpe: int | None,
     text_field: str,
     patterns: tuple[str, ...],
+    exclude: tuple[str, ...],
     encoding_errors: EncodingErrors,
     binary: bool,
     workers: int | None,
@@ -112,6 +114,7 @@ def prepare_command(
             tokenizer=train_bpe if train_bpe is not None else _build_tokenizer(tokenizer or "bytes", invocation),
             text_field=text_field,
             patterns=patterns or DEFAULT_PATTERNS,
+            exclude=exclude,
             encoding_errors=encoding_errors,
             binary=binary,
             workers=workers or cores(),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import glob
 import sysconfig
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -36,18 +36,32 @@ def select_files(
         exclude: globs for the relative names of files to leave out.
 
     Raises:
-        ConfigError: a path does not exist, or nothing is left of it.
+        ConfigError: a path does not exist, or nothing is left of it; ``exclude`` names a file that is not there.
     """
     patterns = [pattern] if isinstance(pattern, str) else list(pattern)
     selected: dict[Path, SelectedFile] = {}
+    names: set[str] = set()
     for path in [paths] if isinstance(paths, str) else paths:
         found = _find(path, patterns)
+        names.update(one.relative for one in found)
         kept = [one for one in found if not any(_fits(one.relative, skip) for skip in exclude)]
         if not kept:
             raise ConfigError(f"exclude leaves none of the {len(found)} files that path = {path!r} stands for")
         for one in sorted(kept, key=lambda one: one.relative):
             selected.setdefault(one.path.resolve(), one)
+    for skip in exclude:
+        _refuse_idle_name(skip, names)
     return list(selected.values())
+
+
+def _refuse_idle_name(skip: str, names: Collection[str]) -> None:
+    """A glob may find nothing, as folders of tests do not come with every Python; a name that does is a mistake."""
+    if glob.has_magic(skip) or skip in names:
+        return
+    near = next((name for name in sorted(names) if skip.endswith(f"/{name}")), None)
+    near = near or next(iter(get_close_matches(skip, names, n=1)), None)
+    hint = f"; did you mean {near!r}?" if near else ""
+    raise ConfigError(f"exclude = {skip!r} is none of the {len(names)} files, named as they are within path{hint}")
 
 
 def count_left_out(paths: Sequence[str], selected: Sequence[SelectedFile]) -> dict[str, int]:

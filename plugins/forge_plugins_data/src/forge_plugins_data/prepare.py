@@ -36,6 +36,7 @@ def prepare(
     tokenizer: Tokenizer | int,
     text_field: str = "text",
     patterns: Sequence[str] = DEFAULT_PATTERNS,
+    exclude: Sequence[str] = (),
     encoding_errors: EncodingErrors = "strict",
     binary: bool = False,
     workers: int = 1,
@@ -51,6 +52,7 @@ def prepare(
         tokenizer: what to use, which must survive pickling; or the vocabulary of a BPE tokenizer to be trained first.
         text_field: the key or column of JSONL and Parquet files that holds the text.
         patterns: which files to take from folders.
+        exclude: globs for the names within folders of files to leave out.
         encoding_errors: what becomes of documents that are not UTF-8.
         binary: whether text files may hold anything, such as NUL bytes.
         workers: processes; with 1 the work is done in this one.
@@ -64,8 +66,8 @@ def prepare(
             full.
         ForgeError: a process was killed; what is finished stays.
     """
-    files = select_files(list(inputs), list(patterns))
-    if left_out := count_left_out(inputs, files):
+    files = select_files(inputs, patterns, exclude)
+    if left_out := count_left_out(inputs, select_files(inputs, patterns) if exclude else files):
         example = f"**/*{next(filter(None, left_out), '')}"
         progress.say(f"left out: {_listed(left_out)}; choose others with --pattern, such as --pattern '{example}'")
     units = plan_units([file.path for file in files], unit_size, text_field, binary=binary)
@@ -76,7 +78,7 @@ def prepare(
     with writing_in(output, "--output"), alone_in(output) as alone:
         if not alone:
             raise ConfigError(f"another 'forge data prepare' is working in {output}")
-        if not (output / SETTINGS).is_file():
+        if not (output / SETTINGS).is_file() or _has_nothing_yet(output):
             write_atomically(output / SETTINGS, json.dumps(settings, indent=2) + "\n")
         if isinstance(tokenizer, int):
             tokenizer = _trained(output, units, tokenizer, text_field, encoding_errors, progress)
@@ -125,11 +127,10 @@ def _require_same_settings(output: Path, settings: dict[str, Any]) -> None:
     file = output / SETTINGS
     if output.exists() and not output.is_dir():
         raise ConfigError(f"{output} is a file; the output is a folder")
-    if not file.is_file():
-        begun = {LOCK, f"{SETTINGS}.partial"}  # of a call that came no further, such as on a full disk
-        if output.is_dir() and any(found.name not in begun for found in output.iterdir()):
-            raise ConfigError(f"the folder {output} has other things in it; name a new or an empty one")
+    if not output.exists() or _has_nothing_yet(output):
         return
+    if not file.is_file():
+        raise ConfigError(f"the folder {output} has other things in it; name a new or an empty one")
     before = json.loads(file.read_text(encoding="utf-8"))
     differing = sorted(key for key in before.keys() | settings.keys() if before.get(key) != settings.get(key))
     if differing:
@@ -138,6 +139,11 @@ def _require_same_settings(output: Path, settings: dict[str, Any]) -> None:
             f"{output} was begun with other settings or input ({changes}). Use the same ones to continue, another "
             "folder, or remove this one."
         )
+
+
+def _has_nothing_yet(output: Path) -> bool:
+    """A call that came no further, as at a file that is no text or on a full disk, does not bind the next one."""
+    return {found.name for found in output.iterdir()} <= {LOCK, SETTINGS, f"{SETTINGS}.partial"}
 
 
 def _trained(

@@ -83,6 +83,7 @@ def convert(
     from forge_plugins_hf.to_forge import to_forge
     from forge_plugins_hf.to_huggingface import to_huggingface
     from forge_plugins_hf.to_peft import to_peft
+    from forge_plugins_hf.tokenizer import FILE
 
     def say(line: str) -> None:
         print(printable(line), file=sys.stderr)
@@ -109,7 +110,11 @@ def convert(
             click.echo(f"wrote {out / 'train.toml'}: {architecture}, {n_parameters:,} parameters; choose [data] in it")
             return
         click.echo(f"wrote {out / 'checkpoint'}: {architecture}, {n_parameters:,} parameters")
-        click.echo(f"forge generate {out / 'checkpoint'}; to train it further, choose [data] in {out / 'train.toml'}")
+        has_words = (out / "checkpoint" / "tokenizer").exists()
+        click.echo(
+            (f"forge generate {out / 'checkpoint'}; " if has_words else "it has no tokenizer; ")
+            + f"to train it further, choose [data] in {out / 'train.toml'}"
+        )
         return
     if config_only:
         raise ConfigError(f"--config-only has no effect with --to {direction}")
@@ -121,7 +126,8 @@ def convert(
         click.echo(f"wrote {out}: adapters of {n_layers} layers, from {checkpoint.path}")
         return
     architecture = to_huggingface(checkpoint, out, chosen, weights, obj.catalog, say, architecture, include)
-    click.echo(f"wrote {out}: {architecture}, from {checkpoint.path}")
+    wordless = "" if include or (out / FILE).exists() else ", without a tokenizer.json, as the run has none"
+    click.echo(f"wrote {out}: {architecture}, from {checkpoint.path}{wordless}")
 
 
 def _refuse_idle(weights: Weights | None, architecture: str | None, *, config_only: bool, has_dtype: bool) -> None:

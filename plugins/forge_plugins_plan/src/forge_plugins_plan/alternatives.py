@@ -48,7 +48,15 @@ def alternatives(job: Job, catalog: Catalog, world_size: int, build: ComponentBu
         told |= uses == own
         yield Alternative(what, job if uses == own else other, uses == own)
     if not told:
-        yield Alternative(", ".join(use.name for use in own), job, is_the_jobs=True)
+        yield Alternative(", ".join(map(_in_words, own)), job, is_the_jobs=True)
+
+
+def _in_words(use: ComponentRef) -> str:
+    """As an offer is told: the name, and the keys that are not at their defaults."""
+    fields = attrs.fields(type(use.config))
+    others = [one.name for one in fields if getattr(use.config, one.name) != one.default]
+    keys = ", ".join(f"{name} = {literal(getattr(use.config, name))}" for name in others)
+    return f"{use.name}: {keys}" if keys else use.name
 
 
 def recomputations(job: Job, catalog: Catalog) -> Iterator[tuple[str, list[str]]]:

@@ -21,7 +21,8 @@ def gpu_named(name: str) -> Gpu:
         ConfigError: there is none in the table.
     """
     if name.lower() not in _GPUS:
-        near = nearest(name, _GPUS)
+        begun = [gpu for gpu in _GPUS if gpu.startswith(name.lower())]  # two have sizes of memory in their names
+        near = " or ".join(begun) or nearest(name, _GPUS)
         meant = f" Did you mean {near}?" if near else ""
         raise ConfigError(f"--gpu {name}: not in the table of {', '.join(_GPUS)}.{meant}")
     key, memory, capability = _GPUS[name.lower()]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from math import prod
+from math import inf, prod
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +75,8 @@ class PlannedRecomputation:
     peak_bytes: int
     step_seconds: float | None = None
     """``None`` without times, or with a pipeline, of which only one part is simulated again."""
+    computing_seconds: float | None = None
+    """Of ``step_seconds``, what products, attention and all else in forward and backward take."""
 
 
 @attrs.frozen
@@ -279,8 +281,29 @@ def _memory_lines(plan: Plan) -> Iterator[str]:
         seconds = "" if one.step_seconds is None else f"{one.step_seconds:>12.3f}"
         own = "  (this job)" if one.is_the_jobs else ""
         yield row(one.what, one.activation_bytes, one.peak_bytes) + seconds + own
+    yield from _copying_lines(plan.recomputation, unit)
     if any(one.phase == "compile" for one in plan.passes):
         yield "  Blocks are counted as they are written; compiled, they keep less."
+
+
+def _copying_lines(ways: Sequence[PlannedRecomputation], unit: str) -> Iterator[str]:
+    """What is not kept, and costs no computation either, waits in the host's memory."""
+    nothing = next((one for one in ways if one.what == "nothing"), None)
+    own = next((one for one in ways if one.is_the_jobs), None)
+    if nothing is None or own is None:
+        return
+    spared = nothing.activation_bytes - own.activation_bytes
+    if spared > 0 and (own.computing_seconds or inf) <= (nothing.computing_seconds or 0) * (1 + 1e-9):
+        fast, slow = (spared / rate for rate in _BUS)
+        size = spared / (GIB if unit == "GiB" else GIB / 1024)
+        yield (
+            f"  {size:.4g} {unit} per microbatch go to the host's memory and back, which no time counts: each way "
+            f"{fast:.2g} to {slow:.2g} s"
+        )
+
+
+_BUS = (50e9, 25e9)
+"""Bytes per second that a GPU copies from and to the host's memory."""
 
 
 def _fit_lines(plan: Plan) -> Iterator[str]:
@@ -362,9 +385,13 @@ def _recomputation(
 
 def _compared(one: Alternative, stage: PlannedStage, time: PlannedTime | None) -> PlannedRecomputation:
     assert stage.peak_bytes is not None
-    seconds = None if time is None else time.seconds
     return PlannedRecomputation(
-        one.what, one.is_the_jobs, stage.largest.get("activations", 0), stage.peak_bytes, seconds
+        one.what,
+        one.is_the_jobs,
+        stage.largest.get("activations", 0),
+        stage.peak_bytes,
+        None if time is None else time.seconds,
+        None if time is None else sum(time.parts[part] for part in ("products", "attention", "memory")),
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from forge_core.commands.table import aligned
 from forge_plugins_studies.study import Study
 
 _COLUMNS = ("loss", "eval/loss")
+_SEED = "train.seed"
 
 
 @attrs.frozen(kw_only=True)
@@ -55,7 +57,8 @@ def swept_runs(study: Study, states: Mapping[str, str]) -> list[SweptRun]:
 
 
 def print_results(study: Study, states: Mapping[str, str]) -> None:
-    """Print a row a run: its settings, how it ended, and its last losses in nats a token, the lowest marked.
+    """Print a row per run: its settings, how it ended, and its last losses in nats per token, the lowest marked. Where
+    seeds are swept, the means over them follow.
 
     Args:
         states: of the runs that were started, by name.
@@ -65,11 +68,37 @@ def print_results(study: Study, states: Mapping[str, str]) -> None:
     finite = {name: [row[name] for row in rows if row.get(name) is not None] for name in shown}
     keys = [override.partition("=")[0] for override in study.points[0].overrides]
     table = [(*keys, "state", "step", *shown)]
-    for run, point, row in zip(study.runs, study.points, rows, strict=True):
-        settings = [override.partition("=")[2] for override in point.overrides]
+    typed = [[override.partition("=")[2] for override in point.overrides] for point in study.points]
+    for run, settings, row in zip(study.runs, typed, rows, strict=True):
         losses = [_loss(row[name], finite[name]) if name in row else "-" for name in shown]
         table.append((*settings, states.get(run.name, "not started"), str(row.get("step", "-")), *losses))
     print("\n".join(aligned(flush_right(table, len(keys) + 1))))
+    if _SEED in keys and shown:
+        losses_of = [[row.get(name) for name in shown] for row in rows]
+        settings_of = [dict(zip(keys, settings, strict=True)) for settings in typed]
+        print("\n".join(_over_seeds(settings_of, losses_of, shown)))
+
+
+def _over_seeds(
+    settings: Sequence[Mapping[str, str]], losses: Sequence[Sequence[float | None]], names: Sequence[str]
+) -> list[str]:
+    """A row for each combination of the other settings, with mean and sample standard deviation of each loss."""
+    groups: dict[tuple[str, ...], list[Sequence[float | None]]] = {}
+    for of_run, values in zip(settings, losses, strict=True):
+        groups.setdefault(tuple(value for key, value in of_run.items() if key != _SEED), []).append(values)
+    table = [(*(key for key in settings[0] if key != _SEED), "seeds", *names)]
+    for others, of_group in groups.items():
+        of_each = [_mean_and_spread(column) for column in zip(*of_group, strict=True)]
+        table.append((*others, str(len(of_group)), *of_each))
+    return [f"mean ± standard deviation over {_SEED}:", *aligned(flush_right(table, len(table[0]) - len(names) - 1))]
+
+
+def _mean_and_spread(values: Sequence[float | None]) -> str:
+    known = [value for value in values if value is not None]
+    if len(known) < len(values):
+        return f"none in {len(values) - len(known)} of {len(values)}"
+    spread = f" ± {statistics.stdev(known):.4f}" if len(known) > 1 else ""
+    return f"{statistics.mean(known):.4f}{spread}"
 
 
 def flush_right(rows: Sequence[Sequence[str]], first: int) -> list[tuple[str, ...]]:
