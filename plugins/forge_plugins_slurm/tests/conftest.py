@@ -173,11 +173,13 @@ class SlurmCluster:
         return [one for one in ours if containing.encode() in _read(one, "cmdline").replace(b"\0", b" ")]
 
     def processes_of_node(self, node: int) -> list[int]:
-        """A node's daemons, then all that they have started."""
+        """A node's daemons, then all that they have started: before each ``srun`` its child, which cancels the step
+        when it sees ``srun`` die."""
         name = f"SLURMD_NODENAME=n{node}\0".encode()
         tasks = [one for one in self.processes() if name in _read(one, "environ")]
-        parents = {int(_read(one, "stat").rpartition(b")")[2].split()[1]) for one in tasks}
-        steps = [parent for parent in parents if _read(parent, "cmdline").startswith(b"slurmstepd")]
+        parents = {one: int(_read(one, "stat").rpartition(b")")[2].split()[1]) for one in tasks}
+        steps = [one for one in {*parents.values()} if _read(one, "cmdline").startswith(b"slurmstepd")]
+        tasks.sort(key=lambda one: not _read(parents[one], "cmdline").startswith(b"srun"))
         return [self.pid(f"slurmd.n{node}"), *steps, *tasks]
 
     def pid(self, daemon: str) -> int:
