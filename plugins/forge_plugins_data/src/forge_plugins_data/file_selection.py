@@ -60,7 +60,7 @@ def _refuse_idle_name(skip: str, names: Collection[str]) -> None:
         return
     near = next((name for name in sorted(names) if skip.endswith(f"/{name}")), None)
     near = near or next(iter(get_close_matches(skip, names, n=1)), None)
-    hint = f"; did you mean {near!r}?" if near else ""
+    hint = f"; did you mean {near!r}?" if near else "; take it out"
     raise ConfigError(f"exclude = {skip!r} is none of the {len(names)} files, named as they are within path{hint}")
 
 
