@@ -10,8 +10,8 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 ARCHIVE = "forge_plugins_monitor/pages/text.json.bz2"
 LEFT_OUT = (
     *("architecture.md", "glossary.md", "hooks/public-modules.md", "promises.md", "scale.md"),
-    *("describe-a-cluster.md", "neural-recordings.md", "published-models.md", "replicas.md"),
-    *("write-a-mirror.md", "write-a-mixer.md"),
+    *("compare-representations.md", "describe-a-cluster.md", "neural-recordings.md", "published-models.md"),
+    *("replicas.md", "stores.md", "write-a-mirror.md", "write-a-mixer.md", "write-an-encoder.md"),
 )
 """Pages for those who work on Forge itself, who have a checkout; and pages that few need, beside those of their
 hooks: all wheels together have 2 MB. ``pages/library.py`` leaves the same ones out."""

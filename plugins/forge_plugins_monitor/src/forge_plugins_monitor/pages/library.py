@@ -16,8 +16,8 @@ PACKAGED = Path(__file__).parent / "text.json.bz2"
 """Made by ``hatch_build.py`` as the wheel is built."""
 LEFT_OUT = (
     *("architecture.md", "glossary.md", "hooks/public-modules.md", "promises.md", "scale.md"),
-    *("describe-a-cluster.md", "neural-recordings.md", "published-models.md", "replicas.md"),
-    *("write-a-mirror.md", "write-a-mixer.md"),
+    *("compare-representations.md", "describe-a-cluster.md", "neural-recordings.md", "published-models.md"),
+    *("replicas.md", "stores.md", "write-a-mirror.md", "write-a-mixer.md", "write-an-encoder.md"),
 )
 """Pages for those who work on Forge itself, and pages that few need."""
 SOURCES = Path(__file__).parents[5] / "docs"
