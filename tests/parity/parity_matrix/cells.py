@@ -643,7 +643,7 @@ CELLS: Mapping[str, Cell] = {
     "moe-ep2-fp8-ac-selective": Cell(2, [HALF, EP2, *EXPERTS_ONLY, f"{AC}.mode=selective"], "moe hash bf16", FP8),
     "moe-ep2-tp2-fp8": Cell(4, [HALF, EP2, TP2, *EXPERTS_ONLY], "moe hash bf16", FP8),
     "pp2-fsdp2-fp8-gathered": Cell(
-        4, [*pp2("1F1B", HALF, "train.grad_accumulation=2"), *EMULATED, f"{FP8_PASS}.all_gather=true"], "bf16", FP8
+        4, [*pp2("1F1B", *TWO_SMALL_MICROBATCHES), *EMULATED, f"{FP8_PASS}.all_gather=true"], "bf16", FP8
     ),
     "moe-pp2-fp8": Cell(2, [*pp2("ZBVZeroBubble"), *EXPERTS_ONLY], "moe hash bf16", FP8),
     "moe-pp2-ep2-gpipe": Cell(4, [*pp2("GPipe", *TWO_SMALL_MICROBATCHES), EP2], "moe"),
