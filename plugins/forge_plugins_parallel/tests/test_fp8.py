@@ -475,7 +475,7 @@ class GatheredOnTwoRanks:
         job = attrs.evolve(job, train=attrs.evolve(job.train, precision="bf16"))
         context = PassContext(build_mesh(job, CPU), job, CPU)
         model = gathered(context, all_gather=True)
-        FullyShard(FullyShardConfig(reshard_after_forward="always")).apply(model, context)
+        FullyShard(FullyShardConfig(reshard_after_forward="always", prefetch=1)).apply(model, context)
         materialise(model, CPU, seed=0)
         together = [self.step(model) for change in (lambda _: None, by_data, by_a_fused_optimizer) if not change(model)]
         alone = self.step(without_hook(model))
@@ -521,6 +521,14 @@ def test_weights_that_ranks_cannot_share_evenly_are_not_gathered_in_float8(conte
 
     with pytest.raises(ConfigError, match=r"fp8\.all_gather: blocks\.0\.query\.weight has 32 rows, which 3 ranks"):
         scale_together(model, ranks=3)
+
+
+def test_weights_that_every_rank_has_may_have_any_rows(context):
+    model = gathered(context, all_gather=True)
+
+    scale_together(model, 3, whole=[layer.weight for layer in model.modules() if isinstance(layer, Float8Linear)])
+
+    assert len(model._forward_pre_hooks) == 0
 
 
 def test_weights_that_are_gathered_in_bf16_need_no_scales(context):

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import attrs
 
-from forge_core.errors import ConfigError
+from forge_core.errors import ConfigError, nearest
 from forge_plugins_data.unpacking import COMPRESSED
 
 
@@ -59,7 +59,7 @@ def _refuse_idle_name(skip: str, names: Collection[str]) -> None:
     if glob.has_magic(skip) or skip in names:
         return
     near = next((name for name in sorted(names) if skip.endswith(f"/{name}")), None)
-    near = near or next(iter(get_close_matches(skip, names, n=1)), None)
+    near = near or nearest(skip, names)
     hint = f"; did you mean {near!r}?" if near else "; take it out"
     raise ConfigError(f"exclude = {skip!r} is none of the {len(names)} files, named as they are within path{hint}")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from torch import nn
@@ -13,7 +14,7 @@ from forge_core.ops.local_tensor import local_tensor
 _KEY = "parallel.passes.fp8.all_gather"
 
 
-def scale_together(model: nn.Module, ranks: int) -> None:
+def scale_together(model: nn.Module, ranks: int, whole: Collection[nn.Parameter] = ()) -> None:
     """Have each forward of a model begin with one exchange of the largest values of all weights.
 
     Without it torchao exchanges that of each weight by itself, whenever it is gathered: in a Llama of 32 layers 224
@@ -24,11 +25,17 @@ def scale_together(model: nn.Module, ranks: int) -> None:
 
     Args:
         ranks: how many share each weight.
+        whole: weights that every rank has, which are not gathered.
 
     Raises:
         ConfigError: they cannot share one evenly.
     """
-    weights = {name: one for name, one in model.named_parameters() if hasattr(local_tensor(one), "_precomputed_scale")}
+    left_out = {id(one) for one in whole}
+    weights = {
+        name: one
+        for name, one in model.named_parameters()
+        if hasattr(local_tensor(one), "_precomputed_scale") and id(one) not in left_out
+    }
     for name, weight in weights.items():
         if weight.shape[0] % ranks:
             raise ConfigError(

@@ -84,7 +84,7 @@ class FullyShard:
             end.hook(model, frees=reshards)
         if kept and compute is not None:
             model.register_forward_pre_hook(ComputeDtype(kept, model, compute))
-        scale_together(model, ranks=mesh.size(mesh.ndim - 1))
+        scale_together(model, mesh.size(mesh.ndim - 1), kept.values())
         _prefetch(model, list(units.values()), ends, self._config.prefetch)
         if not keeps_whole_gradients:
             _reduce_with_each_microbatch(model)
