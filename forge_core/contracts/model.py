@@ -34,10 +34,10 @@ role           sharded                       reads                        gives
 ``router``     nothing                       what experts read            what steers them
 ``replicate``  nothing                       this rank's features         this rank's features
 ``whole``      nothing                       what ``column`` reads        what ``row`` gives
-``sequence``   its input, by position        this rank's positions of     whole activations
-                                             the residual stream
-``residual``   its input, by position        this rank's positions of     the same positions
-                                             the residual stream
+``sequence``   its input, by token           this rank's tokens of the    whole activations
+                                             residual stream
+``residual``   its input, by token           this rank's tokens of the    the same tokens
+                                             residual stream
 ``tower``      nothing                       the same on each rank        the same on each rank
 =============  ============================  ===========================  ==================================
 
@@ -52,11 +52,12 @@ attribute ``part``, 0, which becomes the number of the rank along ``tp``.
 The gradients of what is whole on each rank:
 
 - ``router`` and ``replicate``: the sum over ranks, as each sees the gradient of its own features alone.
-- ``sequence`` and ``residual``: the sum over ranks, as each has other positions. What a ``residual`` module is given
-  beside hidden states, ``(B, S)`` of all positions, reaches it for its own positions alone.
+- ``sequence`` and ``residual``: the sum over ranks, as each has other tokens: one of n equal stretches of the B·S
+  tokens, sample by sample, in the shape ``(B, S / n, …)``. What a ``residual`` module is given beside hidden states,
+  ``(B, S)`` of all tokens, reaches it for its own tokens alone.
   What it is given by keyword comes whole, from a ``tower``.
 - ``whole``: each rank does all of the work, and its gradient counts once.
-- ``tower``: the gradient of what it gives is summed over ranks, as each reads it for its own positions or features; so
+- ``tower``: the gradient of what it gives is summed over ranks, as each reads it for its own tokens or features; so
   that of its parameters is whole. Modules within it may be ``column`` and ``row``, between which lies this rank's
   features; what they read and give is whole on each rank, and is no residual stream.
 

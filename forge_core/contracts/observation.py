@@ -63,8 +63,9 @@ class Part:
     axis: str
     dim: int | str
     """The index of the dimension, negative from the end, or its name in ``Site.dims``."""
-    order: Literal["contiguous", "balanced"] = "contiguous"
-    """``"balanced"``: of 2·C chunks, rank r of C has number r and number 2·C − 1 − r."""
+    order: Literal["contiguous", "balanced", "tokens"] = "contiguous"
+    """``"balanced"``: of 2·C chunks, rank r of C has number r and number 2·C − 1 − r. ``"tokens"``: the dimension is
+    that of positions, after that of samples, and each rank has an equal stretch of all tokens, sample by sample."""
 
 
 ANY = -1

@@ -104,7 +104,8 @@ MODULES = {
     "moe": ("blocks.*.attention.o", "blocks.*.feed_forward.experts", "blocks.*.feed_forward.shared.down.input"),
 }
 """By name."""
-TOKENS = torch.randint(0, 40, (2, 16), generator=torch.Generator().manual_seed(1))
+TOKENS = torch.randint(0, 40, (3, 16), generator=torch.Generator().manual_seed(1))
+"""Three rows, so that two ranks along ``tp`` share the middle one."""
 
 Values = dict[str, torch.Tensor]
 
@@ -275,7 +276,7 @@ def splices() -> dict[str, Splice]:
 
 def effects(one: Session) -> Values:
     """Of patching by each method."""
-    clean, corrupt = TOKENS[:1], TOKENS[1:]
+    clean, corrupt = TOKENS[:1], TOKENS[1:2]
     with torch.no_grad():
         logits = one.model(clean)
     prompts = Prompts(clean, corrupt, metric_named("logit_diff", logits, [3, 7]))

@@ -15,6 +15,9 @@ import torch.distributed._functional_collectives as functional
 
 from forge_core.distributed.mesh import Mesh
 
+Order = Literal["contiguous", "balanced", "tokens"]
+"""As in ``Part``."""
+
 # torch 2.13 calls it by a new name and warns of the old one, which is all that 2.11 has
 _gather_tensor = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
@@ -25,13 +28,13 @@ class Cut:
 
     axis: str
     dim: int
-    order: Literal["contiguous", "balanced"]
+    order: Order
     group: dist.ProcessGroup
     size: int
     rank: int
 
     @classmethod
-    def of(cls, mesh: Mesh, axis: str, dim: int, order: Literal["contiguous", "balanced"]) -> Cut:
+    def of(cls, mesh: Mesh, axis: str, dim: int, order: Order) -> Cut:
         """The cut of dimension ``dim`` over a mesh axis; ``order`` as in ``Part``."""
         one = mesh.device_mesh
         return cls(axis, dim, order, one.get_group(axis), mesh.degrees[axis], one.get_local_rank(axis))
@@ -40,6 +43,9 @@ class Cut:
         """The parts of all ranks as one, in order. All ranks of the group call it together."""
         gathered = part.new_empty((self.size, *part.shape))
         _gather_tensor(gathered.flatten(0, 1) if part.ndim else gathered, part.contiguous(), group=self.group)
+        if self.order == "tokens":  # samples are in the dimension before
+            tokens = gathered.movedim(0, self.dim - 1).flatten(self.dim - 1, self.dim + 1)
+            return torch.unflatten(tokens, self.dim - 1, (part.shape[self.dim - 1], -1))
         parts = gathered.unbind(0)
         if self.order == "contiguous":
             return torch.cat(parts, self.dim)
@@ -50,6 +56,9 @@ class Cut:
         """This rank's part."""
         if self.order == "contiguous":
             return whole.chunk(self.size, self.dim)[self.rank]
+        if self.order == "tokens":
+            own = whole.flatten(self.dim - 1, self.dim).chunk(self.size, self.dim - 1)[self.rank]
+            return torch.unflatten(own, self.dim - 1, (whole.shape[self.dim - 1], -1))
         chunks = whole.chunk(2 * self.size, self.dim)
         return torch.cat((chunks[self.rank], chunks[2 * self.size - 1 - self.rank]), self.dim)
 

@@ -64,7 +64,7 @@ def weights_of_experts(
 
 def expert_outputs(experts: Any, hidden: torch.Tensor, assignments: Assignments, *_: Any) -> torch.Tensor:
     """``(B, S, k, D)``, what each expert of ``chosen_experts`` gives for the token, before it is weighted and summed; 0
-    for none. With ``tensor_parallel``, S are this rank's positions, as in the output of ``experts``.
+    for none. With ``tensor_parallel``, these are this rank's tokens, as in the output of ``experts``.
 
     The experts work once more, on a token for each assignment, and so in every layout, also where their dispatcher
     sums before it sends anything back.

@@ -179,7 +179,7 @@ def test_on_cuda_training_is_the_same(tmp_path):
         (["run.device=cuda"], "async_tp: true needs the pass 'compile'"),
         (
             ["run.device=cuda", COMPILE, "parallel.passes.tensor_parallel.sequence_parallel=false"],
-            "async_tp: overlaps gathering positions, and sequence_parallel = false",
+            "async_tp: overlaps gathering tokens, and sequence_parallel = false",
         ),
         (
             ["run.device=cuda", COMPILE, "train.precision=bf16", "parallel.passes.fp8.min_dim=16"],

@@ -144,15 +144,16 @@ def test_the_plan_of_a_whole_model_may_not_name_a_block_that_it_lacks() -> None:
 
 
 class Collectives(TorchDispatchMode):
-    """Counts those of activations along ``tp``."""
+    """Counts those of activations along ``tp``, and copies of tensors."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.scatters = self.gathers = 0
+        self.scatters = self.gathers = self.copies = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.scatters += func is torch.ops._c10d_functional.reduce_scatter_tensor.default
         self.gathers += func is torch.ops._c10d_functional.all_gather_into_tensor.default
+        self.copies += func is torch.ops.aten.clone.default
         return func(*args, **(kwargs or {}))
 
 
@@ -200,6 +201,15 @@ def test_selective_recomputation_sums_nothing_over_ranks_again(
         model(tokens, targets=tokens, loss=LOSS).total.backward()
 
     assert (made.scatters, made.gathers) == (scatters, gathers)
+
+
+def test_nothing_is_copied_for_a_collective_of_several_sequences(rank_of_two: PassContext) -> None:
+    model, tokens = decoder(rank_of_two, {"name": "tensor_parallel"}), torch.zeros(3, 8, dtype=torch.int64)
+
+    with Collectives() as made:
+        model(tokens, targets=tokens, loss=LOSS).total.backward()
+
+    assert (made.scatters, made.gathers, made.copies) == (18, 18, 0)
 
 
 def test_a_norm_over_all_heads_reads_and_gives_the_features_of_a_rank(rank_of_two: PassContext) -> None:

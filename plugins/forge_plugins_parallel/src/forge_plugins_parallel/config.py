@@ -391,7 +391,7 @@ class TensorParallelConfig:
     """``[parallel.passes.tensor_parallel]``."""
 
     sequence_parallel: bool = True
-    """Between the layers that are cut, give each rank a part of the positions and not a copy of all: norms cost and
+    """Between the layers that are cut, give each rank a part of the tokens and not a copy of all: norms cost and
     hold ``1 / tp``, for the same communication. It needs a model whose plan has the role ``sequence``."""
     async_tp: bool = False
     """Let torch.compile cut up matrix products in blocks and what is gathered for them or scattered from them, so that
@@ -406,7 +406,7 @@ class TensorParallelConfig:
         elif self.async_tp and not self.sequence_parallel:
             yield (
                 "async_tp",
-                "overlaps gathering positions, and sequence_parallel = false does not; remove one of the two",
+                "overlaps gathering tokens, and sequence_parallel = false does not; remove one of the two",
             )
         elif self.sequence_parallel and seq_len % (parallel.tp * parallel.cp):
             ranks = f"parallel.tp = {parallel.tp} ranks"

@@ -5,6 +5,10 @@ collective written out, and nothing else pays for dispatch. Parameters stay ``DT
 and FSDP understand.
 
 Shapes: B = batch, S = sequence, D = width of the residual stream, V = vocabulary, n = ranks along ``tp``.
+
+A rank's tokens are one of n equal stretches of the microbatch's B·S tokens, sample by sample, in the shape
+``(B, S / n, …)``. So the parts of all ranks, one after the other in memory, are the whole, and no collective has to
+transpose them.
 """
 
 from __future__ import annotations
@@ -26,9 +30,6 @@ from torch.distributed.tensor import DTensor, Placement, distribute_tensor
 from forge_core.contracts.loss import VocabularyPart
 from forge_core.ops.accumulate import unchanged
 
-POSITION = 1
-"""The dimension of positions in ``(B, S, …)``."""
-
 # torch 2.13 calls them by new names and warns of the old ones, which are all that 2.11 has
 _fusible_gather = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
 _fusible_scatter = getattr(functional, "reduce_scatter_single", None) or functional.reduce_scatter_tensor
@@ -41,29 +42,29 @@ class Ranks:
     group: dist.ProcessGroup
     size: int
     rank: int
-    by_position: bool
-    """Whether each rank has a part of the positions of the residual stream, or a copy of all."""
+    by_token: bool
+    """Whether each rank has a part of the tokens of the residual stream, or a copy of all."""
     gradients_arrive_partial: bool
     """Whether layers cut by output must sum the gradient of their input themselves, no ``sequence`` module before them
     doing so."""
     fusible: bool = False
-    """Whether compiled layers gather and scatter positions in the form in which torch.compile knows how to overlap that
+    """Whether compiled layers gather and scatter tokens in the form in which torch.compile knows how to overlap that
     with matrix products."""
 
     @classmethod
-    def of(cls, mesh: DeviceMesh, *, by_position: bool, gradients_arrive_partial: bool) -> Ranks:
-        return cls(mesh.get_group(), mesh.size(), mesh.get_local_rank(), by_position, gradients_arrive_partial)
+    def of(cls, mesh: DeviceMesh, *, by_token: bool, gradients_arrive_partial: bool) -> Ranks:
+        return cls(mesh.get_group(), mesh.size(), mesh.get_local_rank(), by_token, gradients_arrive_partial)
 
     def enter(self, hidden: torch.Tensor) -> torch.Tensor:
-        """From the output of a ``sequence`` module to what layers cut by output read: all positions, on every rank.
+        """From the output of a ``sequence`` module to what layers cut by output read: all tokens, on every rank.
 
         Each rank's layers contribute to the gradient of what they read; the backward sums over ranks.
         """
-        return gather_positions(hidden, self) if self.by_position else sum_gradients(hidden, self)
+        return gather_tokens(hidden, self) if self.by_token else sum_gradients(hidden, self)
 
     def leave(self, partial: torch.Tensor) -> torch.Tensor:
         """From each rank's part of a sum ``(B, S, D)`` back to the residual stream."""
-        if not self.by_position:
+        if not self.by_token:
             return sum_parts(partial, self)
         summed: torch.Tensor = _ScatterSum.apply(partial, self)  # type: ignore[no-untyped-call]  # torch's
         return summed
@@ -139,8 +140,8 @@ class RowParallel(CutLayer):
         bias = self._parameters["bias"]
         if bias is None:
             return summed
-        # with positions apart, each rank sees the gradient of its own only
-        return summed + (sum_gradients(bias, self.ranks) if self.ranks.by_position else bias)
+        # with tokens apart, each rank sees the gradient of its own only
+        return summed + (sum_gradients(bias, self.ranks) if self.ranks.by_token else bias)
 
     def parts_of(self, parameters: dict[str, Any]) -> dict[str, Any]:
         return {"weight": local(parameters["weight"]), "bias": None}  # added once, to the sum
@@ -245,9 +246,9 @@ def part_of_bias(bias: Any, ranks: Ranks) -> Any:
     return sum_gradients(bias, ranks)[ranks.part_of(len(bias))]
 
 
-def gather_positions(part: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+def gather_tokens(part: torch.Tensor, ranks: Ranks) -> torch.Tensor:
     """``(B, S / n, …)`` to ``(B, S, …)``; the backward sums and scatters."""
-    gathered: torch.Tensor = _GatherPositions.apply(part, ranks)  # type: ignore[no-untyped-call]  # torch's
+    gathered: torch.Tensor = _GatherTokens.apply(part, ranks)  # type: ignore[no-untyped-call]  # torch's
     return gathered
 
 
@@ -263,6 +264,12 @@ def sum_gradients(whole: torch.Tensor, ranks: Ranks) -> torch.Tensor:
     return same
 
 
+def gather_copies_of_tokens(part: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+    """``(B, S / n, …)`` to a copy of ``(B, S, …)`` on every rank; the backward is as that of ``gather_copies``."""
+    copies = gather_copies(part.flatten(0, 1), 0, [part.shape[0] * part.shape[1]] * ranks.size, ranks)
+    return copies.unflatten(0, (len(part), -1))
+
+
 def gather_copies(part: torch.Tensor, dim: int, sizes: Sequence[int], ranks: Ranks) -> torch.Tensor:
     """Parts of the given sizes along ``dim`` to a copy of the whole on every rank.
 
@@ -276,9 +283,8 @@ def gather_copies(part: torch.Tensor, dim: int, sizes: Sequence[int], ranks: Ran
 def own_share(whole: torch.Tensor, ranks: Ranks) -> torch.Tensor:
     """From a copy of what a layer gives ``(B, S, D)`` on every rank to the residual stream. Each rank's backward goes
     on with a part of the gradient, which add up to the whole."""
-    if ranks.by_position:
-        length = whole.shape[POSITION] // ranks.size
-        return whole.narrow(POSITION, ranks.rank * length, length)
+    if ranks.by_token:
+        return own_tokens(whole, ranks)
     shared: torch.Tensor = _ShareGradient.apply(whole, ranks)  # type: ignore[no-untyped-call]  # torch's
     return shared
 
@@ -294,7 +300,7 @@ class _ShareGradient(torch.autograd.Function):
         return gradients[0] / ctx.ranks.size, None
 
 
-class _GatherPositions(torch.autograd.Function):
+class _GatherTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: torch.Tensor, ranks: Ranks) -> torch.Tensor:
         ctx.ranks = ranks
@@ -354,26 +360,36 @@ class _GatherCopies(torch.autograd.Function):
         return gradients[0].narrow(ctx.dim, ctx.start, ctx.size), None, None, None
 
 
+def own_tokens(whole: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+    """``(B, S, …)`` to this rank's ``(B, S / n, …)`` of it."""
+    length = whole.shape[0] * whole.shape[1] // ranks.size
+    own = whole.flatten(0, 1).narrow(0, ranks.rank * length, length)
+    return own.unflatten(0, (whole.shape[0], -1))
+
+
 def _all_gather(part: torch.Tensor, ranks: Ranks) -> torch.Tensor:
-    """``(B, s, …)`` of each rank to ``(B, n · s, …)``."""
+    """``(B, S / n, …)`` of each rank to ``(B, S, …)``."""
     if ranks.size == 1:
         return part.clone()
+    tokens = part.contiguous().flatten(0, 1)
     if ranks.fusible and torch.compiler.is_compiling():
-        whole: torch.Tensor = _fusible_gather(part.contiguous(), POSITION, ranks.group)
-        return whole
-    return _gather(part, ranks).transpose(0, 1).flatten(1, 2)
+        whole: torch.Tensor = _fusible_gather(tokens, 0, ranks.group)
+    else:
+        whole = _gather(tokens, ranks).flatten(0, 1)
+    return whole.unflatten(0, (len(part), -1))
 
 
 def _reduce_scatter(partial: torch.Tensor, ranks: Ranks) -> torch.Tensor:
-    """The sum of ``(B, n · s, …)`` over ranks, ``(B, s, …)`` of it."""
+    """The sum of ``(B, S, …)`` over ranks, ``(B, S / n, …)`` of it."""
     if ranks.size == 1:
         return partial.clone()
+    tokens = partial.contiguous().flatten(0, 1)
     if ranks.fusible and torch.compiler.is_compiling():
-        own: torch.Tensor = _fusible_scatter(partial, "sum", POSITION, ranks.group)
-        return own
-    batch, _, *features = partial.shape
-    stacked = partial.reshape(batch, ranks.size, -1, *features).transpose(0, 1).contiguous().flatten(0, 1)
-    return _waited(_collectives.reduce_scatter_tensor(stacked, "sum", ranks.size, ranks.group.group_name))
+        own: torch.Tensor = _fusible_scatter(tokens, "sum", 0, ranks.group)
+    else:
+        started = _collectives.reduce_scatter_tensor(tokens, "sum", ranks.size, ranks.group.group_name)
+        own = _waited(started)
+    return own.unflatten(0, (len(partial), -1))
 
 
 def _all_reduce(partial: torch.Tensor, ranks: Ranks) -> torch.Tensor:

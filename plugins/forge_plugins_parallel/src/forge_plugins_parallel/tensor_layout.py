@@ -15,18 +15,18 @@ _AXIS = "tp"
 _FEATURES, _HEADS = (Part(_AXIS, -1),), (Part(_AXIS, 1),)
 
 
-def tensor_layout(model: Any, plan: Mapping[str, ShardRole], *, by_position: bool) -> dict[str, Ends]:
+def tensor_layout(model: Any, plan: Mapping[str, ShardRole], *, by_token: bool) -> dict[str, Ends]:
     """
     Args:
         model: one part of it.
         plan: the role of each module by its canonical name.
-        by_position: whether each rank has a part of the positions of the residual stream.
+        by_token: whether each rank has a part of the tokens of the residual stream.
 
     Returns:
         The ends of modules by their canonical names. A module that has one with the role ``row``, ``expert`` or
         ``whole`` in it gives what that gives.
     """
-    stream = (Part(_AXIS, "position"),) if by_position else ()
+    stream = (Part(_AXIS, "position", order="tokens"),) if by_token else ()
     by_role = _by_role(stream, summed=(_AXIS,) if "sequence" in plan.values() else ())
     ends = {name: by_role[role] for name, role in plan.items() if role in by_role}
     of_tower = _by_role((), summed=())  # whose activations are whole on every rank

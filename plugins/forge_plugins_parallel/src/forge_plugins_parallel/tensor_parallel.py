@@ -2,8 +2,8 @@
 
 Each rank along ``tp`` has some output features of the layers that read the residual stream (``column``), the matching
 input features of the ones that write to it (``row``), and some rows of embedding and head. Between them the residual
-stream is cut by position (Korthikanti et al. 2022, arXiv 2205.05198): a ``sequence`` module works on its rank's
-positions, and its output is gathered once for all that read it.
+stream is cut by token (sequence parallelism, Korthikanti et al. 2022, arXiv 2205.05198): a ``sequence`` module works
+on its rank's tokens, and its output is gathered once for all that read it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from forge_core.errors import ConfigError, PluginError, nearest_hint
 from forge_core.ops.auxiliary_loss import LEDGER
 from forge_plugins_parallel.config import TensorParallelConfig, rank_without_rows
 from forge_plugins_parallel.cut_layers import (
-    POSITION,
     ColumnParallel,
     FeatureNorm,
     FeatureParallel,
@@ -39,7 +38,7 @@ from forge_plugins_parallel.cut_layers import (
     VocabParallelHead,
     become,
     distributed,
-    gather_copies,
+    gather_copies_of_tokens,
     own_share,
     sum_gradients,
 )
@@ -70,21 +69,21 @@ class TensorParallel:
         plan = matched_plan(model)
         mesh = context.mesh.device_mesh["tp"]
         has_sequence = "sequence" in plan.values()
-        by_position = self._cuts_positions(plan)
-        if by_position:
+        by_token = self._cuts_tokens(plan)
+        if by_token:
             _refuse_unplanned(model, plan)
-        ranks = Ranks.of(mesh, by_position=by_position, gradients_arrive_partial=not has_sequence)
+        ranks = Ranks.of(mesh, by_token=by_token, gradients_arrive_partial=not has_sequence)
         if self._config.async_tp:
             ranks = _fusible(ranks, model, context.device)
 
         shards = context.mesh.degrees["dp_shard"] * context.mesh.degrees["cp"]
         cut: dict[int, nn.Parameter] = {}  # by the whole parameter's id: a tied one is cut once
         # in a tower all activations are whole, and a layer that is cut by output sums the gradient of what it reads
-        in_tower = attrs.evolve(ranks, by_position=False, gradients_arrive_partial=True, fusible=False)
+        in_tower = attrs.evolve(ranks, by_token=False, gradients_arrive_partial=True, fusible=False)
         for name, role in plan.items():
             of_layer = in_tower if is_in_tower(name, plan) else ranks
             _cut(name, model.get_submodule(name), role, of_layer, mesh, shards, cut)
-        if by_position:
+        if by_token:
             _cut_stage_ends(model, ranks)
             LEDGER.share_out_stream()
         return model, list(plan)
@@ -92,10 +91,10 @@ class TensorParallel:
     def layout(self, model: nn.Module) -> dict[str, Ends]:
         """Same as ``LaidOutPass.layout``."""
         plan = matched_plan(model)
-        return tensor_layout(model, plan, by_position=self._cuts_positions(plan))
+        return tensor_layout(model, plan, by_token=self._cuts_tokens(plan))
 
-    def _cuts_positions(self, plan: Mapping[str, ShardRole]) -> bool:
-        """Return whether each rank has a part of the positions of the residual stream."""
+    def _cuts_tokens(self, plan: Mapping[str, ShardRole]) -> bool:
+        """Return whether each rank has a part of the tokens of the residual stream."""
         return "sequence" in plan.values() and self._config.sequence_parallel
 
 
@@ -126,11 +125,11 @@ def _fusible(ranks: Ranks, model: nn.Module, device: torch.device) -> Ranks:
     """With the compiler told to fuse the collectives of this group, whose ranks come to share memory.
 
     Raises:
-        ConfigError: positions are not shared out, so that none are gathered; or ranks cannot share memory.
+        ConfigError: tokens are not shared out, so that none are gathered; or ranks cannot share memory.
     """
-    if not ranks.by_position:
+    if not ranks.by_token:
         raise ConfigError(
-            f"{_ASYNC}: overlaps gathering positions, and the parallel_plan of {_class(model)} has no role 'sequence', "
+            f"{_ASYNC}: overlaps gathering tokens, and the parallel_plan of {_class(model)} has no role 'sequence', "
             "so that each rank has all of them; remove it"
         )
     import torch._inductor.config as compiler  # takes a second, for which only those wait who compile
@@ -215,7 +214,7 @@ def _share_out_activations(module: nn.Module, role: ShardRole, ranks: Ranks) -> 
         case "replicate":
             _sum_gradients(module, ranks)
         case "residual":
-            if ranks.by_position:
+            if ranks.by_token:
                 _sum_gradients(module, ranks)
                 module.register_forward_pre_hook(lambda _, args: (args[0], *(_own(one, ranks) for one in args[1:])))
             else:
@@ -223,7 +222,7 @@ def _share_out_activations(module: nn.Module, role: ShardRole, ranks: Ranks) -> 
         case "tower":
             module.register_forward_hook(lambda _, __, given: sum_gradients(given, ranks))
         case "sequence":
-            if ranks.by_position:
+            if ranks.by_token:
                 _sum_gradients(module, ranks)
             module.register_forward_hook(lambda _, __, hidden: ranks.enter(hidden))
         case "router":
@@ -242,7 +241,7 @@ def _own(entry: torch.Tensor | None, ranks: Ranks) -> torch.Tensor | None:
 def _share_towers(
     ranks: Ranks, _: nn.Module, args: tuple[Any, ...], given: dict[str, torch.Tensor]
 ) -> tuple[tuple[Any, ...], dict[str, torch.Tensor]]:
-    """Where each rank does the work of all positions: what comes from a tower, whose gradients are to add up."""
+    """Where each rank does the work of all tokens: what comes from a tower, whose gradients are to add up."""
     return args, {name: own_share(one, ranks) for name, one in given.items()}
 
 
@@ -293,13 +292,11 @@ def _cut_stage_ends(model: Any, ranks: Ranks) -> None:
             reader.register_forward_pre_hook(lambda _, args: (own_share(args[0], ranks), *args[1:]))
     if model.head is None and model.norm is None:
         last = within[-1] if within else model.embed
-        last.register_forward_hook(
-            lambda _, __, hidden: gather_copies(hidden, POSITION, [hidden.shape[POSITION]] * ranks.size, ranks)
-        )
+        last.register_forward_hook(lambda _, __, hidden: gather_copies_of_tokens(hidden, ranks))
 
 
 def _refuse_unplanned(model: nn.Module, plan: Mapping[str, ShardRole]) -> None:
-    """With positions apart, a parameter outside of the plan would get the gradient of this rank's positions only."""
+    """With tokens apart, a parameter outside of the plan would get the gradient of this rank's tokens only."""
     for name in _unplanned(model, plan):
         raise PluginError(
             f"{_class(model)}.parallel_plan has the role 'sequence', and so must have one for every module with "
