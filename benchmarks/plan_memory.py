@@ -153,7 +153,7 @@ def run_rank(config: Path, overrides: list[str]) -> None:
             microbatches = [batch(job, entries) for _ in range(job.train.grad_accumulation or 1)]
             scale = torch.full((), 1 / 1024)
             LEDGER.start_step(scale)
-            model.executor.run(microbatches, scale)
+            model.run(microbatches, scale)
             gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
             clip_gradients(gradients, global_norm(squared_norms(gradients), mesh, device), job.train.clip_norm)
             del gradients

@@ -26,9 +26,10 @@ from forge_core.contracts.parallel_pass import ParallelPass, PassContext, SplitP
 from forge_core.contracts.phase_plan import KnownParameters, PhasePlan
 from forge_core.errors import ConfigError, PluginError, and_more
 from forge_core.ops.auxiliary_loss import LEDGER
+from forge_core.ops.partial_gradients import PartialGradients
 from forge_core.ops.sequence_sum import share_out_positions
 from forge_core.train.component_checks import CheckedLoss
-from forge_core.train.executor import PlainExecutor
+from forge_core.train.executor import Batch, PlainExecutor
 from forge_core.train.initialisation import initialise
 from forge_core.train.parametrization import SizedParameters, with_multipliers
 
@@ -57,10 +58,17 @@ class BuiltModel:
     flops_per_token: float
     """FLOPs of the whole model, forward and backward."""
     executor: Executor
+    partial_gradients: PartialGradients
     loss: CheckedLoss
     """The loss that the executor computes."""
     sized: SizedParameters | None
     """The parameters of the whole model beside those of its base, with a parametrization."""
+
+    def run(self, microbatches: Sequence[Batch], scale: torch.Tensor) -> torch.Tensor:
+        """Run forward and backward of a step, as ``Executor.run``. Afterwards gradients are whole."""
+        total = self.executor.run(microbatches, scale)
+        self.partial_gradients.sum()
+        return total
 
     @property
     def n_parameters(self) -> int:
@@ -151,7 +159,8 @@ def build_model(
             "would give it that; the pass that splits the model needs an executor with binds_loss"
         )
     parameters = named_parameters(parts)
-    return BuiltModel(parts, applied, roles, known_parameters, parameters, flops, executor, loss, sized)
+    partial = PartialGradients.of(parts, context.mesh, device)
+    return BuiltModel(parts, applied, roles, known_parameters, parameters, flops, executor, partial, loss, sized)
 
 
 def _with_added(

@@ -102,7 +102,7 @@ class Trainer:
         LEDGER.start_step(scales.targets, run.mesh.degrees["tp"], scales.own, scales.tokens)
         batches = [to_device(batch, run.device) for batch in microbatches]
         self.metrics.begin(step)
-        total = model.executor.run(batches, scales.targets)
+        total = model.run(batches, scales.targets)
         model.loss.refuse_if_wrong()
         run.emit("gradients_end", step=step)
         loss = self.replicas.sum_step(self._parameters, total, self._sums_of_modules) * scales.targets

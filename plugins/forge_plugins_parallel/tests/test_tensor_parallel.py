@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch._dynamo.utils import counters
+from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -17,6 +18,7 @@ from forge_core.contracts.parallel_pass import PassContext
 from forge_core.distributed.mesh import build_mesh
 from forge_core.errors import ConfigError, PluginError
 from forge_core.job import load_job
+from forge_core.ops.partial_gradients import PartialGradients
 from forge_core.registry.discovery import discover
 from forge_core.train.build import materialise
 from forge_plugins_parallel.config import TensorParallelConfig
@@ -148,11 +150,12 @@ class Collectives(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.scatters = self.gathers = self.copies = 0
+        self.scatters = self.gathers = self.sums = self.copies = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.scatters += func is torch.ops._c10d_functional.reduce_scatter_tensor.default
         self.gathers += func is torch.ops._c10d_functional.all_gather_into_tensor.default
+        self.sums += func is torch.ops._c10d_functional.all_reduce.default
         self.copies += func is torch.ops.aten.clone.default
         return func(*args, **(kwargs or {}))
 
@@ -210,6 +213,33 @@ def test_nothing_is_copied_for_a_collective_of_several_sequences(rank_of_two: Pa
         model(tokens, targets=tokens, loss=LOSS).total.backward()
 
     assert (made.scatters, made.gathers, made.copies) == (18, 18, 0)
+
+
+def test_gradients_of_norms_and_biases_are_not_summed_in_backward(rank_of_two: PassContext) -> None:
+    """But once per step: the loss alone sums something over ranks."""
+    keys = {"norm": "layernorm", "attention_bias": "all", "qk_norm": True}
+    model, tokens = decoder(rank_of_two, {"name": "tensor_parallel"}, **keys), torch.zeros(3, 8, dtype=torch.int64)
+    with Collectives() as of_loss, torch.no_grad():
+        model(tokens, targets=tokens, loss=LOSS)
+
+    with Collectives() as made:
+        model(tokens, targets=tokens, loss=LOSS).total.backward()
+
+    assert made.sums == of_loss.sums
+    found = PartialGradients.of([model], rank_of_two.mesh, CPU).by_axis["tp"]
+    whole = {name for name, one in model.named_parameters() if not isinstance(one, DTensor)}
+    assert {name for name, one in model.named_parameters() if any(one is other for other in found)} == whole
+    assert "blocks.3.feed_forward_norm.bias" in whole
+
+
+def test_a_parameter_of_two_modules_one_of_which_sees_all_activations_is_refused(rank_of_two: PassContext) -> None:
+    model = decoder(rank_of_two)
+    plan = {name: role for name, role in model.parallel_plan().items() if role != "sequence"}
+    model.parallel_plan = lambda: plan | {"norm": "router"}
+    model.norm.weight = model.blocks["0"].attention_norm.weight
+
+    with pytest.raises(PluginError, match=r"blocks\.0\.attention_norm and norm share the parameter weight"):
+        TensorParallel(TensorParallelConfig(sequence_parallel=False)).apply(model, rank_of_two)
 
 
 def test_a_norm_over_all_heads_reads_and_gives_the_features_of_a_rank(rank_of_two: PassContext) -> None:

@@ -569,6 +569,13 @@ CELLS: Mapping[str, Cell] = {
     # options of the decoder
     **decoder_cells("windows"),
     **decoder_cells("biases"),
+    # biases that are added to one sum have one gradient, to which each microbatch adds
+    "biases-tp2-compiled-accumulation4": Cell(2, [TP2, *FOUR_MICROBATCHES, f"{COMPILE}=true"], "biases"),
+    "biases-tp2-whole-positions-compiled-accumulation4": Cell(
+        2,
+        [TP2, *FOUR_MICROBATCHES, f"{COMPILE}=true", "parallel.passes.tensor_parallel.sequence_parallel=false"],
+        "biases",
+    ),
     **decoder_cells("lora"),
     **decoder_cells("chat"),
     "lora-fsdp2-bf16": Cell(2, [HALF], "lora bf16", BF16),

@@ -8,6 +8,7 @@ import torch
 
 from forge_core.checkpoint.state_dict import named_parameters
 from forge_core.contracts.callback import Callback, RunContext
+from forge_core.ops.partial_gradients import PartialGradients
 from parity_matrix.config import NothingToChoose
 from parity_matrix.probe import whole
 
@@ -22,11 +23,12 @@ class LogitsProbe(Callback):
 
     def run_start(self, run: RunContext) -> None:
         (model,) = run.parts
-        parameters = named_parameters(run.parts)
+        parameters, partial = named_parameters(run.parts), PartialGradients.of(run.parts, run.mesh, run.device)
         tokens = torch.arange(2 * 32).view(2, 32) % 250
         logits = model(tokens)
         copies = run.world_size // run.job.parallel.tp  # whose gradients are summed, and who have the same tokens here
         logits.float().logsumexp(-1).square().sum().div(copies).backward()
+        partial.sum()
         seen = whole({"logits": logits, **{name: parameter.grad for name, parameter in parameters.items()}})
         run.optimizer.zero_grad()
         if run.rank == 0:

@@ -138,10 +138,7 @@ class RowParallel(CutLayer):
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         summed = self.ranks.leave(super().forward(hidden))
         bias = self._parameters["bias"]
-        if bias is None:
-            return summed
-        # with tokens apart, each rank sees the gradient of its own only
-        return summed + (sum_gradients(bias, self.ranks) if self.ranks.by_token else bias)
+        return summed if bias is None else summed + bias
 
     def parts_of(self, parameters: dict[str, Any]) -> dict[str, Any]:
         return {"weight": local(parameters["weight"]), "bias": None}  # added once, to the sum
@@ -191,29 +188,10 @@ class TensorParallelExperts(CutLayer):
     def forward(self, hidden: torch.Tensor, *args: Any) -> torch.Tensor:
         return self.ranks.leave(super().forward(self.ranks.read(hidden), *args))
 
-    def parts_of(self, parameters: dict[str, Any]) -> dict[str, Any]:
-        module: Any = self
-        whole = {name for name, parameter in parameters.items() if parameter is not None} - module.feature_dims().keys()
-        parts = super().parts_of(parameters)
-        return parts | {name: sum_gradients(parts[name], self.ranks) for name in whole}
 
-
-class Replicated(CutLayer):
-    """A module whose parameters, and those of all modules in it, are whole on every rank, and which works on a part of
-    the activations: gradients are summed over ranks."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return super(CutLayer, _with_summed_gradients(self, self.ranks)).forward(*args, **kwargs)
-
-
-def _with_summed_gradients(module: Any, ranks: Ranks) -> Any:
-    """A copy, as ``CutLayer`` makes one, of the module and all in it: any of them may use another one's parameters."""
-    seen = object.__new__(type(module))
-    seen.__dict__.update(module.__dict__)
-    parameters, modules = module._parameters.items(), module._modules.items()
-    seen.__dict__["_parameters"] = {name: None if p is None else sum_gradients(p, ranks) for name, p in parameters}
-    seen.__dict__["_modules"] = {name: None if m is None else _with_summed_gradients(m, ranks) for name, m in modules}
-    return seen
+def sum_over_tp(module: Any, *names: str) -> None:
+    """Have the engine sum the gradients of these parameters of a module over ``tp``, once per step."""
+    module.partial_gradients = {**getattr(module, "partial_gradients", {}), **dict.fromkeys(names, "tp")}
 
 
 def become(module: nn.Module, layer: type[CutLayer], ranks: Ranks) -> None:
@@ -243,7 +221,7 @@ def part_of_bias(bias: Any, ranks: Ranks) -> Any:
     every rank."""
     if bias is None or isinstance(bias, DTensor):
         return local(bias)
-    return sum_gradients(bias, ranks)[ranks.part_of(len(bias))]
+    return bias[ranks.part_of(len(bias))]
 
 
 def gather_tokens(part: torch.Tensor, ranks: Ranks) -> torch.Tensor:
@@ -340,10 +318,7 @@ class _SumGradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        total = _all_reduce(gradients[0], ctx.ranks)
-        # Biases that are added to one sum have one gradient. Compiled, they would be given one tensor for all of them,
-        # to which the next microbatch adds once for each; torch keeps apart only what is computed at the very end.
-        return total + 0 if torch.compiler.is_compiling() else total, None
+        return _all_reduce(gradients[0], ctx.ranks), None
 
 
 class _GatherCopies(torch.autograd.Function):

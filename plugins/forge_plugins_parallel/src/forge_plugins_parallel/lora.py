@@ -18,7 +18,7 @@ from forge_core.contracts.observation import Ends
 from forge_core.contracts.parallel_pass import Folded, PassContext
 from forge_core.errors import ConfigError, nearest
 from forge_plugins_parallel.config import LoraConfig
-from forge_plugins_parallel.cut_layers import CutLayer, Ranks, distributed, local, sum_gradients
+from forge_plugins_parallel.cut_layers import CutLayer, distributed, local, sum_over_tp
 
 _KEY = "parallel.passes.lora"
 _NAME = "adapter"
@@ -122,8 +122,6 @@ class Adapter(nn.Module):
         self.down = nn.Parameter(linear.weight.new_empty((rank, linear.in_features)))
         self.up = nn.Parameter(linear.weight.new_empty((linear.out_features, rank)))
         self.scale = scale
-        self._ranks: Ranks | None = None
-        """The ranks that have a part each of one of the two, and see a part of the gradient of the other."""
 
     def init_weights(self, rng: Initializer, prefix: str) -> None:
         """Fill both."""
@@ -131,25 +129,20 @@ class Adapter(nn.Module):
         rng.fill(f"{prefix}up", self.up, lambda full, _: full.zero_())
 
     def cut_as(self, linear: Any) -> None:
-        """Cut one of the two as ``tensor_parallel`` has cut the layer's weight, if it has."""
+        """Cut one of the two as ``tensor_parallel`` has cut the layer's weight, if it has; each rank has a part of the
+        gradient of the other."""
         weight = linear.weight
         if not isinstance(weight, DTensor):
             return
         (placement,) = weight.placements
         assert isinstance(placement, Shard)
-        name = "up" if placement.dim == 0 else "down"
-        setattr(self, name, distributed(getattr(self, name), weight.device_mesh, placement))
-        self._ranks = linear.ranks
+        cut, whole = ("up", "down") if placement.dim == 0 else ("down", "up")
+        setattr(self, cut, distributed(getattr(self, cut), weight.device_mesh, placement))
+        sum_over_tp(self, whole)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """``(…, in)`` to ``(…, out)``."""
-        return F.linear(F.linear(hidden, self._seen(self.down)), self._seen(self.up)) * self.scale
-
-    def _seen(self, parameter: nn.Parameter) -> torch.Tensor:
-        if self._ranks is None or isinstance(parameter, DTensor):
-            part: torch.Tensor = local(parameter)
-            return part
-        return sum_gradients(parameter, self._ranks)
+        return F.linear(F.linear(hidden, local(self.down)), local(self.up)) * self.scale
 
 
 class _Adapted:

@@ -31,7 +31,6 @@ from forge_plugins_parallel.cut_layers import (
     FeatureNorm,
     FeatureParallel,
     Ranks,
-    Replicated,
     RowParallel,
     TensorParallelExperts,
     VocabParallelEmbedding,
@@ -41,6 +40,7 @@ from forge_plugins_parallel.cut_layers import (
     gather_copies_of_tokens,
     own_share,
     sum_gradients,
+    sum_over_tp,
 )
 from forge_plugins_parallel.tensor_layout import is_in_tower, is_norm, tensor_layout
 
@@ -52,8 +52,8 @@ class TensorParallel:
 
     What is cut becomes a ``DTensor`` on that axis. What is not stays as it is, whole on every rank: parameters that
     work on a part of the activations (in ``sequence``, ``residual`` and ``replicate`` modules) get the sum of all
-    ranks' gradients, and those of modules that the plan does not name see the same activations, and so have the same
-    gradient, on every rank.
+    ranks' gradients, once per step, and those of modules that the plan does not name see the same activations, and so
+    have the same gradient, on every rank.
     """
 
     def __init__(self, config: TensorParallelConfig) -> None:
@@ -83,6 +83,7 @@ class TensorParallel:
         for name, role in plan.items():
             of_layer = in_tower if is_in_tower(name, plan) else ranks
             _cut(name, model.get_submodule(name), role, of_layer, mesh, shards, cut)
+        _refuse_shared(model)
         if by_token:
             _cut_stage_ends(model, ranks)
             LEDGER.share_out_stream()
@@ -187,7 +188,8 @@ def _cut(
             _refuse_unless(name, module, role, nn.Linear)
             _refuse_uneven(name, module.in_features, "input", ranks)
             become(module, RowParallel, ranks)
-            _distribute(module, {"weight": Shard(1)}, mesh, cut)
+            added_to_own_tokens: dict[str, Placement | None] = {"bias": None} if ranks.by_token else {}
+            _distribute(module, {"weight": Shard(1), **added_to_own_tokens}, mesh, cut)
         case "vocab":
             if not hasattr(module, "cap"):  # else a linear layer that caps its logits, as HeadInParts says
                 _refuse_unless(name, module, role, nn.Linear)
@@ -212,10 +214,10 @@ def _share_out_activations(module: nn.Module, role: ShardRole, ranks: Ranks) -> 
     """For a module that is whole on every rank."""
     match role:
         case "replicate":
-            _sum_gradients(module, ranks)
+            _sum_gradients(module)
         case "residual":
             if ranks.by_token:
-                _sum_gradients(module, ranks)
+                _sum_gradients(module)
                 module.register_forward_pre_hook(lambda _, args: (args[0], *(_own(one, ranks) for one in args[1:])))
             else:
                 module.register_forward_pre_hook(functools.partial(_share_towers, ranks), with_kwargs=True)
@@ -223,14 +225,14 @@ def _share_out_activations(module: nn.Module, role: ShardRole, ranks: Ranks) -> 
             module.register_forward_hook(lambda _, __, given: sum_gradients(given, ranks))
         case "sequence":
             if ranks.by_token:
-                _sum_gradients(module, ranks)
+                _sum_gradients(module)
             module.register_forward_hook(lambda _, __, hidden: ranks.enter(hidden))
         case "router":
-            _sum_gradients(module, ranks)
+            _sum_gradients(module)
             module.register_forward_pre_hook(lambda _, args: (ranks.read(args[0]), *args[1:]))
         case "whole":
             if not ranks.gradients_arrive_partial:  # else it is like any module that the plan does not name
-                _sum_gradients(module, ranks)
+                _sum_gradients(module)
                 module.register_forward_hook(lambda _, __, hidden: own_share(hidden, ranks))
 
 
@@ -256,25 +258,33 @@ def _cut_experts(name: str, module: Any, ranks: Ranks, mesh: DeviceMesh, cut: di
         _refuse_uneven(f"{name}.{parameter}", getattr(module, parameter).shape[dim], "hidden", ranks)
     become(module, TensorParallelExperts, ranks)
     _distribute(module, {parameter: Shard(dim) for parameter, dim in dims.items()}, mesh, cut)
+    sum_over_tp(module, *(name for name, _ in module.named_parameters(recurse=False) if name not in dims))
 
 
-def _sum_gradients(module: nn.Module, ranks: Ranks) -> None:
-    if next(module.parameters(), None) is not None:
-        become(module, Replicated, ranks)
+def _sum_gradients(module: nn.Module) -> None:
+    """Of all parameters in a module: each rank sees a part of the activations."""
+    for one in module.modules():
+        if names := [name for name, _ in one.named_parameters(recurse=False)]:
+            sum_over_tp(one, *names)
 
 
-def _vector(module: Any, mesh: DeviceMesh, shards: int, name: str = "bias") -> dict[str, Placement]:
+def _vector(module: Any, mesh: DeviceMesh, shards: int, name: str = "bias") -> dict[str, Placement | None]:
     """A vector that cannot be shared out evenly stays whole on every rank: unlike a matrix, it has no other dimension
     along which its parts could be sharded."""
-    return {name: Shard(0)} if module.out_features % (mesh.size() * shards) == 0 else {}
+    return {name: Shard(0) if module.out_features % (mesh.size() * shards) == 0 else None}
 
 
 def _distribute(
-    module: nn.Module, placements: Mapping[str, Placement], mesh: DeviceMesh, cut: dict[int, nn.Parameter]
+    module: nn.Module, placements: Mapping[str, Placement | None], mesh: DeviceMesh, cut: dict[int, nn.Parameter]
 ) -> None:
+    """Cut the parameters that the module has, in place. Each rank sees a part of the gradient of one that is to stay
+    whole, ``None``."""
     for name, placement in placements.items():
         whole = getattr(module, name)
         if whole is None:
+            continue
+        if placement is None:
+            sum_over_tp(module, name)
             continue
         if id(whole) not in cut:
             cut[id(whole)] = cut_one = distributed(whole, mesh, placement)
@@ -293,6 +303,20 @@ def _cut_stage_ends(model: Any, ranks: Ranks) -> None:
     if model.head is None and model.norm is None:
         last = within[-1] if within else model.embed
         last.register_forward_hook(lambda _, __, hidden: gather_copies_of_tokens(hidden, ranks))
+
+
+def _refuse_shared(model: nn.Module) -> None:
+    """The gradient of a parameter is summed for all modules that have it, or for none."""
+    summed: dict[int, tuple[str, bool]] = {}
+    for owner, module in model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            is_summed = name in getattr(module, "partial_gradients", {})
+            other, of_other = summed.setdefault(id(parameter), (owner, is_summed))
+            if is_summed != of_other:
+                raise PluginError(
+                    f"{_class(model)}.parallel_plan: {other} and {owner} share the parameter {name}, and one of them "
+                    "sees a part of the activations, the other one all; give both a role of one kind"
+                )
 
 
 def _refuse_unplanned(model: nn.Module, plan: Mapping[str, ShardRole]) -> None:

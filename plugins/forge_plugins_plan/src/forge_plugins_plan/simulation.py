@@ -257,7 +257,7 @@ class Simulation:
         scale = torch.ones(())
         LEDGER.start_step(scale)
         with ledger.during("activations"):
-            rank.built.executor.run(microbatches, scale)
+            rank.built.run(microbatches, scale)
 
     def _step(
         self, rank: _BuiltRank, ledger: MemoryLedger, found: Sequence[Repetition]
