@@ -81,7 +81,8 @@ class RunContext:
     parts: Sequence[nn.Module]
     """This rank's parts of the model: one, unless a pipeline interleaves. They have the parameters of its own pipeline
     stages only (``sum_over_stages``), by their names in the whole model. A sharded parameter is a ``DTensor``: its
-    ``full_tensor()`` is the whole one, and all ranks that have a part must ask for it."""
+    ``full_tensor()`` is the whole one, and all ranks that have a part must ask for it. A callback that calls backward
+    by itself sums what ranks have parts of: ``forge_core.ops.partial_gradients``."""
     optimizer: torch.optim.Optimizer
     total_steps: int
     requests: Requests

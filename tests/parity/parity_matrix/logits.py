@@ -24,7 +24,7 @@ class LogitsProbe(Callback):
     def run_start(self, run: RunContext) -> None:
         (model,) = run.parts
         parameters, partial = named_parameters(run.parts), PartialGradients.of(run.parts, run.mesh, run.device)
-        tokens = torch.arange(2 * 32).view(2, 32) % 250
+        tokens = torch.arange(3 * 32).view(3, 32) % 250  # two ranks along tp share the middle one
         logits = model(tokens)
         copies = run.world_size // run.job.parallel.tp  # whose gradients are summed, and who have the same tokens here
         logits.float().logsumexp(-1).square().sum().div(copies).backward()
