@@ -55,7 +55,8 @@ The gradients of what is whole on each rank:
 - ``sequence`` and ``residual``: the sum over ranks, as each has other tokens: one of n equal stretches of the B·S
   tokens, sample by sample, in the shape ``(B, S / n, …)``. What a ``residual`` module is given beside hidden states,
   ``(B, S)`` of all tokens, reaches it for its own tokens alone.
-  What it is given by keyword comes whole, from a ``tower``.
+  What it is given by keyword comes whole, from a ``tower``; then hidden states do, too, as its rows are those of the
+  microbatch.
 - ``whole``: each rank does all of the work, and its gradient counts once.
 - ``tower``: the gradient of what it gives is summed over ranks, as each reads it for its own tokens or features; so
   that of its parameters is whole. Modules within it may be ``column`` and ``row``, between which lies this rank's

@@ -189,6 +189,22 @@ class TensorParallelExperts(CutLayer):
         return self.ranks.leave(super().forward(self.ranks.read(hidden), *args))
 
 
+class Residual(CutLayer):
+    """A module that works on this rank's tokens of the residual stream.
+
+    What it is given by keyword has the rows of the whole microbatch, such as the tokens of a row's images, and a rank's
+    tokens may be of other rows. So it works on all tokens then, and gives this rank's.
+    """
+
+    def forward(self, hidden: torch.Tensor, *beside: torch.Tensor | None, **of_rows: torch.Tensor) -> torch.Tensor:
+        whole = super(CutLayer, self).forward  # type: ignore[misc]  # that of the module's own class
+        if of_rows:
+            output: torch.Tensor = whole(gather_tokens(hidden, self.ranks), *beside, **of_rows)
+            return own_tokens(output, self.ranks)
+        own: torch.Tensor = whole(hidden, *(None if one is None else own_tokens(one, self.ranks) for one in beside))
+        return own
+
+
 def sum_over_tp(module: Any, *names: str) -> None:
     """Have the engine sum the gradients of these parameters of a module over ``tp``, once per step."""
     module.partial_gradients = {**getattr(module, "partial_gradients", {}), **dict.fromkeys(names, "tp")}

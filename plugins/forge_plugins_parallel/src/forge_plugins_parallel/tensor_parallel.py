@@ -31,6 +31,7 @@ from forge_plugins_parallel.cut_layers import (
     FeatureNorm,
     FeatureParallel,
     Ranks,
+    Residual,
     RowParallel,
     TensorParallelExperts,
     VocabParallelEmbedding,
@@ -218,7 +219,7 @@ def _share_out_activations(module: nn.Module, role: ShardRole, ranks: Ranks) -> 
         case "residual":
             if ranks.by_token:
                 _sum_gradients(module)
-                module.register_forward_pre_hook(lambda _, args: (args[0], *(_own(one, ranks) for one in args[1:])))
+                become(module, Residual, ranks)
             else:
                 module.register_forward_pre_hook(functools.partial(_share_towers, ranks), with_kwargs=True)
         case "tower":
@@ -234,10 +235,6 @@ def _share_out_activations(module: nn.Module, role: ShardRole, ranks: Ranks) -> 
             if not ranks.gradients_arrive_partial:  # else it is like any module that the plan does not name
                 _sum_gradients(module)
                 module.register_forward_hook(lambda _, __, hidden: own_share(hidden, ranks))
-
-
-def _own(entry: torch.Tensor | None, ranks: Ranks) -> torch.Tensor | None:
-    return None if entry is None else own_share(entry, ranks)
 
 
 def _share_towers(

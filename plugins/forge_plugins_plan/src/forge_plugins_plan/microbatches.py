@@ -15,6 +15,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
+from forge_core.ops.partial_gradients import PartialGradients
 from forge_plugins_plan.memory import MemoryLedger, StandIn
 from forge_plugins_plan.repeated import NotRepeatedError
 from forge_plugins_plan.timeline import Change
@@ -25,6 +26,8 @@ _FIRST = 3
 makes gradients, and FSDP makes room to add to them with the second."""
 
 _FORWARD, _BACKWARD, _REDUCE = "forward_one_chunk", "backward_one_chunk", "perform_reduce_grad"
+_SUM = (0, "sum", 0)
+"""The key of what follows on all actions: gradients that ranks have parts of are summed."""
 _RECEIVED = {_FORWARD: "args_recv_info", _BACKWARD: "grad_recv_info"}
 """Where a stage keeps what it receives for an action."""
 
@@ -85,6 +88,8 @@ def replayed(ledger: MemoryLedger, n_microbatches: int, like: Traces | None = No
             method = getattr(_PipelineStageBase, name)
             setattr(_PipelineStageBase, name, replay.in_place_of(method, name))
             stack.callback(setattr, _PipelineStageBase, name, method)
+        stack.callback(setattr, PartialGradients, "sum", PartialGradients.sum)
+        PartialGradients.sum = replay.in_place_of_sum(PartialGradients.sum)  # type: ignore[method-assign, assignment]
         yield replay
     replay.check()
 
@@ -134,6 +139,20 @@ class Replay:
             if name == _BACKWARD:
                 self._backward(stage, key, trace)
             return None
+
+        return run
+
+    def in_place_of_sum(self, method: Callable[[PartialGradients], None]) -> Callable[[PartialGradients], None]:
+        """A method that is called once, after all actions."""
+
+        def run(partial: PartialGradients) -> None:
+            if not self.simulated:
+                self.ledger.log.extend(self.traces[_SUM].notes)
+                return
+            start = len(self.ledger.log)
+            method(partial)
+            self._places[_SUM] = _Place(start, len(self.ledger.log), {})
+            self.traces[_SUM] = _Trace(after="")
 
         return run
 
