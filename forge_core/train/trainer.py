@@ -15,7 +15,7 @@ from forge_core.ops.auxiliary_loss import LEDGER
 from forge_core.train.build import Built
 from forge_core.train.evaluation import Evaluations
 from forge_core.train.executor import Batch
-from forge_core.train.gradients import Gradients
+from forge_core.train.gradients import Gradients, clip_gradients, norms_along
 from forge_core.train.metrics import Metrics
 from forge_core.train.replication import Replicas
 from forge_core.train.rollback import Rollback
@@ -155,8 +155,9 @@ class Trainer:
         """The step for callbacks, and its metrics, to be completed."""
         is_logged = self.metrics.is_logged(self.step)
         values = {"loss": loss, "grad_norm": gradients.norm}
-        if is_logged:
-            norms = gradients.norms_along(self.run.job.metrics.grad_norm_per)
+        axes = self.run.job.metrics.grad_norm_per
+        if is_logged and axes:
+            norms = norms_along(gradients.squares, self.run.mesh, axes, self.run.device)
             values |= {f"grad_norm/{name}": norm for name, norm in norms.items()}
         tokens = self.loader.position * self.run.job.train.seq_len
         return StepContext(self.step, tokens, values, is_logged), values
@@ -183,7 +184,7 @@ class Trainer:
         else:
             left_out = verdict if self._skips_on_device else None
             self.step_modules.before_optimizer_step(self.step / self.run.job.train.steps, left_out)
-            gradients.clip(self.run.job.train.clip_norm)
+            clip_gradients([*gradients.named.values()], gradients.norm, self.run.job.train.clip_norm)
             optimizer.left_out = left_out  # type: ignore[attr-defined]  # the contract of leaves_out
             optimizer.found_inf = left_out  # type: ignore[attr-defined]  # torch's
             optimizer.step()
