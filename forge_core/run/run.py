@@ -85,7 +85,10 @@ def run_job(
     with _connected(job, catalog) as (device, peers), signals as heeded:
         begun = _begin(job, catalog, device, peers, dry_run=dry_run)
         if begun.is_complete:
-            return _end_at_once(begun, dry_run=dry_run)
+            announce_complete(begun)
+            if not dry_run:
+                complete(begun)
+            return ExitCode.COMPLETED
         setup = run_on_all_ranks(lambda: prepare(begun))
         time_limit = run_on_all_ranks(lambda: TimeLimit(job.run, started))
         peers.beat()
@@ -130,14 +133,6 @@ def _begin(job: Job, catalog: Catalog, device: torch.device, peers: Supervisor, 
     if begun.mesh.world_size > 1 and type(peers) is Supervisor:
         begun.console.line("no supervisor is installed: a rank that is lost is not named, and exit code 5 is not given")
     return begun
-
-
-def _end_at_once(begun: Begun, *, dry_run: bool) -> ExitCode:
-    """The run has all its steps."""
-    announce_complete(begun)
-    if not dry_run:
-        complete(begun)
-    return ExitCode.COMPLETED
 
 
 def _build(setup: RunSetup) -> Built:
