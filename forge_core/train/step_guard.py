@@ -207,10 +207,8 @@ class StepGuard:
         If one is not, the update of ``step``, the last one, has made it so, since a step that begins with such
         parameters is left out; the run must go back.
         """
-        finite = all_finite(parameters, self._device).float()
-        if self._mesh.world_size > 1:
-            dist.all_reduce(finite, dist.ReduceOp.MIN)
-        if finite.item():
+        is_wrong = not all_finite(parameters, self._device).item()
+        if not self._run.consensus.any_rank(is_wrong):
             return True
         self._run.log(f"step {step}: its update has made parameters that are not finite; they are not saved")
         position = self._loader.position
