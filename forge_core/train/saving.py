@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -303,12 +303,9 @@ class Saving:
             return
         there = {}
         for step in self.store.steps():
-            if step > newest:
-                continue
-            try:
-                there[step] = read_manifest(self.store.folder(step))
-            except DamagedError:
-                continue  # not ours to judge by, nor to remove
+            if step <= newest:
+                with suppress(DamagedError):  # not ours to judge by, nor to remove
+                    there[step] = read_manifest(self.store.folder(step))
         steps = superfluous([(step, found.metrics) for step, found in there.items()], self.run.job.checkpoint)
         steps = self.mirror.may_remove(steps, {step: found.n_bytes for step, found in there.items()})
         try:
