@@ -51,12 +51,8 @@ def take_state(contents: Contents, state: LiveState) -> int:
     described = {key: _described(*entry) for key, entry in facts["tensors"].items()}
     own.update(empty_optimizer_state(optimizer, model.parameters, described, facts["optimizer"]))
     locals_of_own = {key: local_tensor(tensor).detach() for key, tensor in own.items()}
-    wrong = sorted(
-        key
-        for key in given.keys() | own.keys()
-        if key not in given or key not in own or given[key].shape != locals_of_own[key].shape
-    )
-    if wrong:
+    theirs, ours = ({key: one.shape for key, one in tensors.items()} for tensors in (given, locals_of_own))
+    if wrong := sorted(key for key in theirs.keys() | ours.keys() if theirs.get(key) != ours.get(key)):
         raise ConfigError(f"the other replica has another model, or another mesh: {', '.join(wrong[:5])} differ")
     with torch.no_grad():
         for key, tensor in locals_of_own.items():
