@@ -93,8 +93,6 @@ class StepGuard:
     ) -> None:
         self._run = run
         self._section = run.job.anomalies
-        self._mesh = run.mesh
-        self._device = run.device
         self._loader = loader
         self._any_replica = any_replica
         self._examine = examine
@@ -108,8 +106,8 @@ class StepGuard:
         self._row = None if saved["row"] is None else SampleRange(**saved["row"])
         self._checked: list[_Checked] = []
         self.to_leave_out = None
-        self.skipped = torch.full((), float(self._known), device=self._device)
-        self._mean, self._seen = (torch.full((), value, device=self._device) for value in saved["mean_norm"])
+        self.skipped = torch.full((), float(self._known), device=self._run.device)
+        self._mean, self._seen = (torch.full((), value, device=self._run.device) for value in saved["mean_norm"])
 
     def state(self) -> dict[str, Any]:
         """State that decides the future, as JSON values. ``sync`` first."""
@@ -207,7 +205,7 @@ class StepGuard:
         If one is not, the update of ``step``, the last one, has made it so, since a step that begins with such
         parameters is left out; the run must go back.
         """
-        is_wrong = not all_finite(parameters, self._device).item()
+        is_wrong = not all_finite(parameters, self._run.device).item()
         if not self._run.consensus.any_rank(is_wrong):
             return True
         self._run.log(f"step {step}: its update has made parameters that are not finite; they are not saved")
@@ -224,8 +222,8 @@ class StepGuard:
 
     def _tell(self, checked: _Checked) -> None:
         own = self._find(checked)
-        found = [own] * self._mesh.world_size
-        if self._mesh.world_size > 1:
+        found = [own] * self._run.mesh.world_size
+        if self._run.mesh.world_size > 1:
             dist.all_gather_object(found, own)
         found = [one for one in found if one.loss or one.inputs or one.gradients]
         numbers = sorted({index for one in found if one.loss or one.inputs for index in one.numbers})
@@ -275,7 +273,7 @@ class StepGuard:
             finite = squares.each.isfinite().tolist()
             bad += [index for index, is_finite in zip(squares.indices, finite, strict=True) if not is_finite]
         return _Found(
-            rank=self._mesh.rank,
+            rank=self._run.mesh.rank,
             loss=not checked.loss.isfinite().item(),
             inputs=[name for name, finite in checked.inputs.items() if not finite.item()],
             gradients=[checked.names[index] for index in sorted(bad)],
