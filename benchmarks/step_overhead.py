@@ -216,7 +216,7 @@ class Bench:
         metrics = Metrics(run, model, loader, modules, guard)
         return Trainer(
             run=run,
-            built=Built(model, optimizer, "the optimizer", PhasePlan(model.known)),
+            built=Built(model, optimizer, PhasePlan(model.known)),
             schedule=self.schedule(),
             loader=loader,
             step_modules=modules,

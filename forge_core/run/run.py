@@ -147,7 +147,7 @@ def _build(setup: RunSetup) -> Built:
         raise ConfigError(
             'checkpoint.frozen: "once" has no effect, as the run trains all parameters at some time; remove it'
         )
-    return Built(model, build_optimizer(job, model, build), build.words_for(job.optimizer), phases)
+    return Built(model, build_optimizer(job, model, build), phases)
 
 
 def _restore(setup: RunSetup, built: Built) -> Mapping[str, Any]:
@@ -196,7 +196,7 @@ class _Training:
             self._saved.get("trackers", {}),
             active=setup.mesh.rank == 0,
         )
-        owners = [(built.optimizer_words, built.optimizer), *setup.callbacks]
+        owners = [(setup.build.words_for(setup.job.optimizer), built.optimizer), *setup.callbacks]
         self._evaluation_weights = EvaluationWeights(built.model, owners)
         self._run = self._make_run(built)
         self._trainer = self._make_trainer(built)
