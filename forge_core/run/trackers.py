@@ -93,7 +93,7 @@ class Trackers:
 
 @attrs.frozen(eq=False)
 class _Work:
-    """What a tracker is asked to do."""
+    """A request to a tracker."""
 
     do: Callable[[], object]
     is_last: bool = False
