@@ -231,7 +231,7 @@ class _Training:
             raise
         finally:
             run.requests.stop = run.requests.stop or outcome  # no more can be asked for
-            trainer.loader.close()
+            setup.loader.close()
             trainer.saving.close()
             self._trackers.close("stopped" if outcome == "preempted" else outcome)
             directory.write_event(outcome, step=trainer.step, **why)
@@ -289,6 +289,7 @@ class _Training:
             context=context,
             mesh=mesh,
             directory=setup.directory,
+            loader=setup.loader,
             events=setup.events,
             supervisor=setup.peers,
             consensus=Consensus(requests, setup.device),
@@ -303,22 +304,21 @@ class _Training:
             self._trackers.log(values)
 
     def _make_trainer(self, built: Built) -> Trainer:
-        run, setup, loader = self._run, self._setup, self._setup.loader
+        run, setup = self._run, self._setup
         modules = StepModules(built.model.parts, setup.mesh)
         replicas = self._make_replicas()
 
         def examine(start: int) -> Origin | None:
-            bad = BadStep(loader.step_at(start), built.model.executor.evaluate, [*built.model.roles])
+            bad = BadStep(run.loader.step_at(start), built.model.executor.evaluate, [*built.model.roles])
             return next(filter(None, run.emit("find_origin", bad=bad)), None)
 
-        guard = StepGuard(run, loader, self._saved.get("anomalies"), replicas.any_replica, examine)
-        metrics = Metrics(run, built.model, loader, modules, guard)
+        guard = StepGuard(run, self._saved.get("anomalies"), replicas.any_replica, examine)
+        metrics = Metrics(run, built.model, modules, guard)
         rollback = self._make_rollback(built, guard)
         return Trainer(
             run=run,
             built=built,
             schedule=setup.schedule,
-            loader=loader,
             step_modules=modules,
             evaluations=self._make_evaluations(built, metrics),
             metrics=metrics,
@@ -355,7 +355,7 @@ class _Training:
         found = [callback for _, callback in self._setup.callbacks if isinstance(callback, Replication)]
         if not found:
             return Replicas()
-        return JoinedReplicas(found[0], self._run, self._setup.catalog, self._setup.loader)
+        return JoinedReplicas(found[0], self._run, self._setup.catalog)
 
     def _make_rollback(self, built: Built, guard: StepGuard) -> Rollback:
         setup = self._setup
@@ -366,7 +366,7 @@ class _Training:
             restore_tensors(checkpoint, setup.callbacks, setup.mesh, setup.console.line, "stay as they are")
 
         saved = self._saved.get("rolling_back", {})
-        return Rollback(self._run, setup.store, setup.mirror, setup.loader, guard, reload, **saved)
+        return Rollback(self._run, setup.store, setup.mirror, guard, reload, **saved)
 
     def _make_saving(self, built: Built, rollback: Rollback, metrics: Metrics, replicas: Replicas) -> Saving:
         setup, checkpoint = self._setup, self._setup.job.checkpoint
@@ -376,7 +376,6 @@ class _Training:
             run=self._run,
             model=built.model,
             optimizer=built.optimizer,
-            loader=setup.loader,
             guard=rollback.guard,
             rollback=rollback,
             vocab_size=setup.vocab_size,

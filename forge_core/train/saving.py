@@ -21,7 +21,6 @@ from forge_core.checkpoint.state_dict import optimizer_state
 from forge_core.checkpoint.store import CheckpointStore
 from forge_core.checkpoint.upgrading import module_versions, optimizer_version
 from forge_core.contracts.callback import Callback
-from forge_core.data.loader import BatchLoader
 from forge_core.distributed.consensus import Votes
 from forge_core.distributed.mesh import DATA_AXES
 from forge_core.errors import LeaseLostError
@@ -45,7 +44,6 @@ class Contents:
     run: Run
     model: BuiltModel
     optimizer: torch.optim.Optimizer
-    loader: BatchLoader
     guard: StepGuard
     rollback: Rollback
     vocab_size: int
@@ -62,8 +60,8 @@ class Contents:
     def progress(self) -> dict[str, Any]:
         """Where in the data the run is, and what went wrong, as JSON values."""
         return {
-            "position": self.loader.position,
-            "left_out": self.loader.stream.left_out,
+            "position": self.run.loader.position,
+            "left_out": self.run.loader.stream.left_out,
             **self._streams(),
             "anomalies": self.guard.state(),
             "rolling_back": self.rollback.state(),
@@ -72,9 +70,10 @@ class Contents:
 
     def _streams(self) -> dict[str, Any]:
         """The place of the run in each stream. All ranks ask, as each knows the streams that it reads."""
-        if (streams := self.loader.stream.streams) is None:
+        loader, mesh = self.run.loader, self.run.mesh
+        if (streams := loader.stream.streams) is None:
             return {}
-        number, mesh = self.loader.stream.samples_read(self.loader.position), self.run.mesh
+        number = loader.stream.samples_read(loader.position)
         states = streams.states(number)
         for axis in DATA_AXES:
             states = {stream: state for known in mesh.gather_over(axis, states) for stream, state in known.items()}
@@ -83,8 +82,8 @@ class Contents:
     def snapshot(self, step: int, metrics: Mapping[str, float]) -> Snapshot:
         """Take a snapshot of now. Its tensors are the ones that are trained and evaluated; everything else is a
         copy."""
-        job, mesh, source = self.run.job, self.run.mesh, self.loader.stream.source
-        tokens = self.loader.position * job.train.seq_len
+        job, mesh, source = self.run.job, self.run.mesh, self.run.loader.stream.source
+        tokens = self.run.loader.position * job.train.seq_len
         tensors, own_facts = optimizer_state(self.optimizer, self.model.parameters)
         tensors |= {**tensors_of(self.callbacks), **self.evaluation_weights.to_save()}
         facts = mesh.gather_over("pp", own_facts)

@@ -44,7 +44,7 @@ def take_state(contents: Contents, state: LiveState) -> int:
     Raises:
         ConfigError: it is of another model or mesh.
     """
-    model, optimizer, loader = contents.model, contents.optimizer, contents.loader
+    model, optimizer, loader = contents.model, contents.optimizer, contents.run.loader
     facts, given = json.loads(state["facts"]), state["tensors"]
     own = {**model.tensors(), **tensors_of(_callbacks(contents))}
     optimizer.state.clear()
