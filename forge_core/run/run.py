@@ -374,16 +374,13 @@ class _Training:
 
         contents = Contents(
             run=self._run,
-            model=built.model,
-            optimizer=built.optimizer,
-            guard=rollback.guard,
+            built=built,
             rollback=rollback,
             vocab_size=setup.vocab_size,
             callbacks=tuple(setup.callbacks),
             evaluation_weights=self._evaluation_weights,
             tracker_states=self._trackers.states,
             versions={**own, **_versions(setup)},
-            frozen=frozenset(f"model.{name}" for name in built.phases.always_frozen if checkpoint.frozen == "once"),
             accumulation_asked_for=setup.accumulation_asked_for,
         )
         return Saving(

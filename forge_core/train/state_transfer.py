@@ -23,8 +23,8 @@ def give_state(contents: Contents, step: int) -> LiveState:
 
     The tensors are the ones that are trained; everything else is a copy.
     """
-    model = contents.model
-    tensors, optimizer = optimizer_state(contents.optimizer, model.parameters)
+    model = contents.built.model
+    tensors, optimizer = optimizer_state(contents.built.optimizer, model.parameters)
     tensors.update({**model.tensors(), **tensors_of(_callbacks(contents))})
     facts = {
         "progress": {"step": step, **contents.progress()},
@@ -44,7 +44,7 @@ def take_state(contents: Contents, state: LiveState) -> int:
     Raises:
         ConfigError: it is of another model or mesh.
     """
-    model, optimizer, loader = contents.model, contents.optimizer, contents.run.loader
+    model, optimizer, loader = contents.built.model, contents.built.optimizer, contents.run.loader
     facts, given = json.loads(state["facts"]), state["tensors"]
     own = {**model.tensors(), **tensors_of(_callbacks(contents))}
     optimizer.state.clear()
@@ -62,7 +62,7 @@ def take_state(contents: Contents, state: LiveState) -> int:
     stream = loader.stream
     left_out = [(start, stop) for start, stop in progress["left_out"]]
     loader.restart(SampleStream(stream.source, stream.seed, stream.shuffle, left_out), progress["position"])
-    contents.guard.restart(progress["anomalies"])
+    contents.rollback.guard.restart(progress["anomalies"])
     step: int = progress["step"]
     return step
 
