@@ -81,7 +81,7 @@ def measured(bench: Bench, names: Sequence[str]) -> tuple[Seconds, Seconds]:
         for which in (0, 1) if step % 2 else (1, 0):
             times[which].append(timed_step(bench, runs[which]))
     for trainer in runs:
-        trainer.loader.close()
+        trainer.run.loader.close()
     return tuple(
         Seconds(
             statistics.fmean(one.clock for one in own[_BEFORE:]),
@@ -92,7 +92,7 @@ def measured(bench: Bench, names: Sequence[str]) -> tuple[Seconds, Seconds]:
 
 
 def timed_step(bench: Bench, trainer: Trainer) -> Seconds:
-    microbatches = next(trainer.loader)
+    microbatches = next(trainer.run.loader)
     clock, processor = time.perf_counter(), time.process_time()
     trainer.step += 1
     trainer._train_step(microbatches)

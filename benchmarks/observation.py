@@ -63,7 +63,7 @@ def captured(bench: Bench, interval: int) -> float:
             times[which].append(timed_step(bench, runs[which]).clock)
     for trainer in runs:
         trainer.run.emit("run_end", step=trainer.step, stopped="")
-        trainer.loader.close()
+        trainer.run.loader.close()
     without, with_it = (statistics.fmean(own[_BEFORE:]) for own in times)
     return with_it / without
 

@@ -178,7 +178,7 @@ class Bench:
         trainer.train(save_first=False)
         self._wait()
         ended = time.perf_counter()
-        trainer.loader.close()
+        trainer.run.loader.close()
         return (ended - starts[2]) / (self.steps - 2)
 
     def trainer(self, callbacks: Sequence[tuple[str, Callback]] = ()) -> Trainer:
@@ -204,21 +204,20 @@ class Bench:
             context=context,
             mesh=self.mesh,
             directory=SimpleNamespace(write_event=print),
+            loader=self.loader(),
             events=Events(callbacks),
             supervisor=None,
             consensus=Consensus(requests, self.device),
             record=lambda values: None,
             reports=reports,
         )
-        loader = self.loader()
         modules = StepModules(model.parts, self.mesh)
-        guard = StepGuard(run, loader)
-        metrics = Metrics(run, model, loader, modules, guard)
+        guard = StepGuard(run)
+        metrics = Metrics(run, model, modules, guard)
         return Trainer(
             run=run,
-            built=Built(model, optimizer, "the optimizer", PhasePlan(model.known)),
+            built=Built(model, optimizer, PhasePlan(model.known)),
             schedule=self.schedule(),
-            loader=loader,
             step_modules=modules,
             evaluations=Evaluations(run, None, None, [], metrics),
             metrics=metrics,
@@ -273,7 +272,7 @@ def synchronisations(bench: Bench) -> list[tuple[bool, int]]:
 
     trainer._train_step = counting
     trainer.train(save_first=False)
-    trainer.loader.close()
+    trainer.run.loader.close()
     return counted
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -495,13 +495,12 @@ def _components_in(value: Any, path: KeyPath) -> Iterator[tuple[KeyPath, Compone
     if isinstance(value, ComponentRef):
         yield path, value
         value = value.config
+    inside: Iterable[tuple[Any, Any]] = ()
     if attrs.has(type(value)):
-        for field in attrs.fields(type(value)):
-            if field.init:
-                yield from _components_in(getattr(value, field.name), (*path, field.alias))
+        inside = ((one.alias, getattr(value, one.name)) for one in attrs.fields(type(value)) if one.init)
     elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _components_in(item, (*path, key))
+        inside = value.items()
     elif isinstance(value, (list, tuple)):
-        for index, item in enumerate(value):
-            yield from _components_in(item, (*path, index))
+        inside = enumerate(value)
+    for key, item in inside:
+        yield from _components_in(item, (*path, key))

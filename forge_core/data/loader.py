@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from types import TracebackType
+from contextlib import AbstractContextManager
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ Batch = dict[str, torch.Tensor]
 """The arrays of ``DataSource.read`` as CPU tensors with ``batch_size`` rows."""
 
 
-class BatchLoader:
+class BatchLoader(AbstractContextManager["BatchLoader"]):
     """An endless iterator over steps; each is the list of this rank's ``grad_accumulation`` microbatches.
 
     The step that starts at position ``p`` covers ``p … p + G − 1`` of the stream, where
@@ -148,12 +148,7 @@ class BatchLoader:
         if self._pool is not None:
             self._pool.shutdown(wait=True, cancel_futures=True)
 
-    def __enter__(self) -> BatchLoader:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _cut(self, dp_rank: int, dp_size: int) -> None:

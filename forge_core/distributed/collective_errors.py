@@ -28,23 +28,19 @@ def run_on_all_ranks(work: Callable[[], T], group: dist.ProcessGroup | None = No
         ForgeError: on rank 0, with what each rank had to say; on the others with an empty message. If it is one
             of the core's errors, it is of the same class on all ranks: what follows from it is decided alike.
     """
-    error: ForgeError | None = None
-    done: list[T] = []
+    if dist.get_world_size() == 1:
+        return work()
     try:
-        done.append(work())
-    except ForgeError as caught:
-        if _is_on_all_ranks(caught):
-            raise
-        error = caught
-    except Exception as caught:
-        if dist.get_world_size() == 1:
-            raise
-        error = _unforeseen(caught)
-    if dist.get_world_size() > 1:
-        _tell(error, group)
-    if error is not None:
-        raise error
-    return done[0]
+        done = work()
+    except ForgeError as error:
+        if not _is_on_all_ranks(error):
+            _tell(error, group)
+        raise
+    except Exception as error:
+        _tell(_unforeseen(error), group)
+        raise
+    _tell(None, group)
+    return done
 
 
 def any_rank(*flags: bool, group: dist.ProcessGroup | None = None) -> list[bool]:

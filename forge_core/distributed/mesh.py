@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from datetime import timedelta
 from functools import cached_property
+from math import prod
 from typing import TypeVar
 
 import attrs
@@ -48,27 +49,25 @@ class Mesh:
     @property
     def dp_size(self) -> int:
         """Ranks that see different samples."""
-        size = 1
-        for axis in DATA_AXES:
-            size *= self.degrees[axis]
-        return size
+        return prod(self.degrees[axis] for axis in DATA_AXES)
 
     @property
     def dp_rank(self) -> int:
         """This rank's number among them, 0 to ``dp_size − 1``."""
-        index = 0
-        for axis in DATA_AXES:
-            index = index * self.degrees[axis] + self.device_mesh.get_local_rank(axis)
-        return index
+        return self._number_along(*DATA_AXES)
 
     @cached_property
     def noise_rank(self) -> int:
         """Equal on ranks that must draw the same random numbers, as they compute the same (``tp``), and another one on
         those with other samples, positions or layers; 0 and up."""
-        index = self.dp_rank
-        for axis in ("cp", "pp"):
-            index = index * self.degrees[axis] + self.device_mesh.get_local_rank(axis)
-        return index
+        return self._number_along(*DATA_AXES, "cp", "pp")
+
+    def _number_along(self, *axes: str) -> int:
+        """This rank's number among those along ``axes``, of which the last one is counted first."""
+        number = 0
+        for axis in axes:
+            number = number * self.degrees[axis] + self.device_mesh.get_local_rank(axis)
+        return number
 
     def gather_over(self, axis: str, value: T) -> list[T]:
         """The values of all ranks along ``axis``, in order; they must be picklable. An axis of size 1 costs nothing."""

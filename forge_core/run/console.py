@@ -20,15 +20,12 @@ class Console(Callback):
         self._record = record
         self._terminal = RichConsole(highlight=False, soft_wrap=True)
 
-    def line(self, text: str) -> None:
-        self._line(text, text)
-
-    def _line(self, text: str, on_a_terminal: str) -> None:
+    def line(self, text: str, on_a_terminal: str | None = None) -> None:
         if not self._speaks:
             return
         self._record(printable(text))
         if self._terminal.is_terminal:
-            self._terminal.print(printable(on_a_terminal), markup=False)
+            self._terminal.print(printable(on_a_terminal or text), markup=False)
         else:
             print(printable(text), flush=True)
 
@@ -52,7 +49,7 @@ class Console(Callback):
         shown = parts
         while len(shown) > 1 and len("  ".join(shown)) > self._terminal.width:  # the rest is in log.txt
             shown = shown[:-1]
-        self._line("  ".join(parts), "  ".join(shown))
+        self.line("  ".join(parts), "  ".join(shown))
 
     def eval_end(self, run: RunContext, step: int, metrics: Mapping[str, float]) -> None:
         if "eval/loss" in metrics:

@@ -41,9 +41,8 @@ class RunDirectory:
         self.job_file = self.path / "job.toml"
         """The job of the last start."""
         self._writes = writes
-        self._metrics: LineFile | None = None
-        self._log: LineFile | None = None
-        self._events: LineFile | None = None
+        self._files: dict[str, LineFile | None] = dict.fromkeys(("metrics.jsonl", "events.jsonl", "log.txt"))
+        """Those of lines, as long as they are open."""
         self._said_before: list[str] = []
         self._complained_of: set[LineFile] = set()
 
@@ -93,13 +92,12 @@ class RunDirectory:
 
     def _open(self, job: Job, environment: Mapping[str, Any], resumed_step: int) -> None:
         make_folder(self.checkpoints)
-        log = self.path / "log.txt"
-        self._log = LineFile(log)
-        self._events = LineFile(self.path / "events.jsonl")
-        if log.stat().st_size:
-            self._append(self._log, BETWEEN_STARTS)
+        for name in ("log.txt", "events.jsonl"):
+            self._files[name] = LineFile(self.path / name)
+        if (self.path / "log.txt").stat().st_size:
+            self._append("log.txt", BETWEEN_STARTS)
         for line in self._said_before:
-            self._append(self._log, line)
+            self._append("log.txt", line)
         write_durably(self.job_file, dump_job(job))
         write_durably(self.path / "environment.json", json.dumps(environment, indent=2) + "\n")
         self.forget_after(resumed_step)
@@ -107,9 +105,9 @@ class RunDirectory:
 
     def forget_after(self, step: int) -> None:
         """Take the lines about later steps out of ``metrics.jsonl``: that work is being done again."""
-        if self._metrics is not None:
-            self._metrics.sync()
-            self._metrics.close()
+        if (before := self._files["metrics.jsonl"]) is not None:
+            before.sync()
+            before.close()
         metrics = self.path / "metrics.jsonl"
         if metrics.exists():
             *lines, torn = metrics.read_bytes().split(b"\n")  # nothing, unless a crash has cut a line short
@@ -118,7 +116,7 @@ class RunDirectory:
                 self._set_aside(metrics, odd)
             kept = [line.decode() for line in lines if (of := _step_of(line)) is not None and of <= step]
             write_durably(metrics, "".join(line + "\n" for line in kept))
-        self._metrics = LineFile(metrics)
+        self._files["metrics.jsonl"] = LineFile(metrics)
 
     def _set_aside(self, file: Path, odd: Sequence[bytes]) -> None:
         """Move lines that are none of ours into a file beside, so that people can read them."""
@@ -133,7 +131,7 @@ class RunDirectory:
     def sync(self) -> None:
         """Make all written so far survive a power cut. A disk that does not take it is complained about, and no
         reason to go without a checkpoint."""
-        for file in (self._metrics, self._events, self._log):
+        for file in self._files.values():
             if file is not None:
                 try:
                     file.sync()
@@ -142,24 +140,21 @@ class RunDirectory:
 
     def write_metrics(self, values: Mapping[str, float]) -> None:
         """One line. A value that is not finite becomes null: JSON has no word for it."""
-        if self._metrics is not None:
-            finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
-            self._append(self._metrics, json.dumps(finite))
+        finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
+        self._append("metrics.jsonl", json.dumps(finite))
 
     def write_log(self, line: str) -> None:
         """With the local time. What is said before the directory is opened is written when it is."""
         now = datetime.now().strftime("%Y-%m-%d %H:%M:%S")  # as people's clocks show it
         line = "\n".join(f"{now}  {part}" for part in line.split("\n"))
-        if self._log is not None:
-            self._append(self._log, line)
-        elif self._writes:
+        if self._files["log.txt"] is None and self._writes:
             self._said_before.append(line)
+        self._append("log.txt", line)
 
     def write_event(self, event: str, **facts: Any) -> None:
         """One line of ``events.jsonl``, where those of all attempts stay: when, what, and more about it."""
-        if self._events is not None:
-            now = datetime.now(UTC).isoformat(timespec="milliseconds")
-            self._append(self._events, json.dumps({"time": now, "event": event, **facts}))
+        now = datetime.now(UTC).isoformat(timespec="milliseconds")
+        self._append("events.jsonl", json.dumps({"time": now, "event": event, **facts}))
 
     def events(self) -> list[dict[str, Any]]:
         """The events of all attempts so far, on rank 0."""
@@ -177,15 +172,16 @@ class RunDirectory:
             write_durably(self.path / name, json.dumps(facts, indent=1) + "\n")
 
     def close(self) -> None:
-        files = {"metrics.jsonl": self._metrics, "events.jsonl": self._events, "log.txt": self._log}
-        self._metrics = self._log = self._events = None
+        files, self._files = self._files, dict.fromkeys(self._files)
         missing = {name: n for name, file in files.items() if file is not None and (n := file.close())}
         if missing:
             counted = ", ".join(f"{n} of {name}" for name, n in missing.items())
             print(f"lines are missing in {self.path}, which could not be written: {counted}", file=sys.stderr)
 
-    def _append(self, file: LineFile, line: str) -> None:
-        """A disk that is full must not end a run that could go on."""
+    def _append(self, name: str, line: str) -> None:
+        """To a file that is open. A disk that is full must not end a run that could go on."""
+        if (file := self._files[name]) is None:
+            return
         try:
             file.append(line)
             self._complained_of.discard(file)
@@ -214,16 +210,9 @@ def describe_environment(
         "host": socket.gethostname(),
         "platform": platform.platform(),
         "device": device,
-        "world_size": _product(mesh),
+        "world_size": math.prod(mesh.values()),
         "mesh": dict(mesh),
     }
-
-
-def _product(mesh: Mapping[str, int]) -> int:
-    size = 1
-    for degree in mesh.values():
-        size *= degree
-    return size
 
 
 def _step_of(line: bytes) -> float | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import prod
 
 import attrs
 
@@ -44,9 +45,7 @@ def _unchanged(job: Job, checkpoint: Checkpoint) -> int | None:
     """The checkpoint's global batch, if this job asks for nothing else; ``None`` if it does."""
     saved = checkpoint.job()["train"]
     batch_size, total = int(saved["batch_size"]), int(saved["global_batch_size"])
-    ranks = 1
-    for axis in DATA_AXES:
-        ranks *= checkpoint.manifest.mesh.get(axis, 1)
+    ranks = prod(checkpoint.manifest.mesh.get(axis, 1) for axis in DATA_AXES)
     asked = checkpoint.state().get("accumulation_asked_for", total // (batch_size * ranks))
     return total if (job.train.batch_size, job.train.grad_accumulation) == (batch_size, asked) else None
 

@@ -9,6 +9,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -88,15 +89,12 @@ class Lease:
         self._own = Holder(
             uuid.uuid4().hex, socket.gethostname(), this.machine, this.number, this.started, os.environ.get(JOB, "")
         )
+        self.attempt = self._own.attempt
         self._ended = threading.Event()
         self._is_lost = False
         self._take(report, ended)
         self._thread = threading.Thread(target=self._beat, name="forge-lease", daemon=True)
         self._thread.start()
-
-    @property
-    def attempt(self) -> str:
-        return self._own.attempt
 
     def refuse_if_lost(self) -> None:
         """Look now.
@@ -121,12 +119,10 @@ class Lease:
 
     def _take(self, report: Callable[[str], None], ended: Sign | None) -> None:
         make_folder(self._path.parent)
-        try:
+        with suppress(FileExistsError):
             with self._path.open("x") as file:
                 file.write(self._sign(0))
             return
-        except FileExistsError:
-            pass
         if self._path.is_symlink():
             raise ConfigError(f"{self._path} is a link, which is not followed; remove it, or choose another run.name")
         found = _read(self._path)

@@ -45,12 +45,10 @@ def ownership(setup: RunSetup, environment: Mapping[str, Any], limit: TimeLimit,
         ConfigError: somebody else trains there, it cannot be written to, or has changed meanwhile.
         MirrorError: the mirror cannot be written to, and the run is not to start without it.
     """
-    with _held(setup) as lease:
-        attempt = run_on_rank0(lambda: lease.attempt if lease else "")
-        run_on_all_ranks(lambda: refuse_unless_shared(setup.directory.path, attempt))
+    with _held(setup) as held:
+        run_on_all_ranks(lambda: refuse_unless_shared(setup.directory.path, held.attempt))
         run_on_all_ranks(lambda: _open_directory(setup, environment))
         try:
-            held = Ownership(attempt, lease)
             _begin_mirror(setup, held, limit, n_bytes // setup.mesh.degrees["dp_replicate"])
             yield held
         finally:
@@ -62,11 +60,10 @@ def complete(begun: Begun) -> None:
     while it ended."""
     if begun.job.checkpoint.mirror is None and not run_on_rank0(lambda: _is_left_untidy(begun)):
         return
-    with _held(begun) as lease:
-        if lease is not None:
+    with _held(begun) as held:
+        if held.lease is not None:
             begun.store.remove_unfinished()
-        attempt = run_on_rank0(lambda: lease.attempt if lease else "")
-        _begin_mirror(begun, Ownership(attempt, lease), None, 0)
+        _begin_mirror(begun, held, None, 0)
         try:
             begun.mirror.finish_run()
         finally:
@@ -81,10 +78,10 @@ def _is_left_untidy(begun: Begun) -> bool:
 
 
 @contextmanager
-def _held(begun: Begun) -> Iterator[Lease | None]:
+def _held(begun: Begun) -> Iterator[Ownership]:
     lease = run_on_all_ranks(lambda: _lease(begun))
     try:
-        yield lease
+        yield Ownership(run_on_rank0(lambda: lease.attempt if lease else ""), lease)
     finally:
         if lease is not None:
             lease.give_back()

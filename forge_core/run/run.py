@@ -85,7 +85,10 @@ def run_job(
     with _connected(job, catalog) as (device, peers), signals as heeded:
         begun = _begin(job, catalog, device, peers, dry_run=dry_run)
         if begun.is_complete:
-            return _end_at_once(begun, dry_run=dry_run)
+            announce_complete(begun)
+            if not dry_run:
+                complete(begun)
+            return ExitCode.COMPLETED
         setup = run_on_all_ranks(lambda: prepare(begun))
         time_limit = run_on_all_ranks(lambda: TimeLimit(job.run, started))
         peers.beat()
@@ -132,14 +135,6 @@ def _begin(job: Job, catalog: Catalog, device: torch.device, peers: Supervisor, 
     return begun
 
 
-def _end_at_once(begun: Begun, *, dry_run: bool) -> ExitCode:
-    """The run has all its steps."""
-    announce_complete(begun)
-    if not dry_run:
-        complete(begun)
-    return ExitCode.COMPLETED
-
-
 def _build(setup: RunSetup) -> Built:
     job, build = setup.job, setup.build
     context = PassContext(setup.mesh, job, setup.device, entries=setup.entries)
@@ -152,7 +147,7 @@ def _build(setup: RunSetup) -> Built:
         raise ConfigError(
             'checkpoint.frozen: "once" has no effect, as the run trains all parameters at some time; remove it'
         )
-    return Built(model, build_optimizer(job, model, build), build.words_for(job.optimizer), phases)
+    return Built(model, build_optimizer(job, model, build), phases)
 
 
 def _restore(setup: RunSetup, built: Built) -> Mapping[str, Any]:
@@ -201,7 +196,7 @@ class _Training:
             self._saved.get("trackers", {}),
             active=setup.mesh.rank == 0,
         )
-        owners = [(built.optimizer_words, built.optimizer), *setup.callbacks]
+        owners = [(setup.build.words_for(setup.job.optimizer), built.optimizer), *setup.callbacks]
         self._evaluation_weights = EvaluationWeights(built.model, owners)
         self._run = self._make_run(built)
         self._trainer = self._make_trainer(built)
@@ -236,7 +231,7 @@ class _Training:
             raise
         finally:
             run.requests.stop = run.requests.stop or outcome  # no more can be asked for
-            trainer.loader.close()
+            setup.loader.close()
             trainer.saving.close()
             self._trackers.close("stopped" if outcome == "preempted" else outcome)
             directory.write_event(outcome, step=trainer.step, **why)
@@ -294,6 +289,7 @@ class _Training:
             context=context,
             mesh=mesh,
             directory=setup.directory,
+            loader=setup.loader,
             events=setup.events,
             supervisor=setup.peers,
             consensus=Consensus(requests, setup.device),
@@ -308,22 +304,21 @@ class _Training:
             self._trackers.log(values)
 
     def _make_trainer(self, built: Built) -> Trainer:
-        run, setup, loader = self._run, self._setup, self._setup.loader
+        run, setup = self._run, self._setup
         modules = StepModules(built.model.parts, setup.mesh)
         replicas = self._make_replicas()
 
         def examine(start: int) -> Origin | None:
-            bad = BadStep(loader.step_at(start), built.model.executor.evaluate, [*built.model.roles])
+            bad = BadStep(run.loader.step_at(start), built.model.executor.evaluate, [*built.model.roles])
             return next(filter(None, run.emit("find_origin", bad=bad)), None)
 
-        guard = StepGuard(run, loader, self._saved.get("anomalies"), replicas.any_replica, examine)
-        metrics = Metrics(run, built.model, loader, modules, guard)
+        guard = StepGuard(run, self._saved.get("anomalies"), replicas.any_replica, examine)
+        metrics = Metrics(run, built.model, modules, guard)
         rollback = self._make_rollback(built, guard)
         return Trainer(
             run=run,
             built=built,
             schedule=setup.schedule,
-            loader=loader,
             step_modules=modules,
             evaluations=self._make_evaluations(built, metrics),
             metrics=metrics,
@@ -360,7 +355,7 @@ class _Training:
         found = [callback for _, callback in self._setup.callbacks if isinstance(callback, Replication)]
         if not found:
             return Replicas()
-        return JoinedReplicas(found[0], self._run, self._setup.catalog, self._setup.loader)
+        return JoinedReplicas(found[0], self._run, self._setup.catalog)
 
     def _make_rollback(self, built: Built, guard: StepGuard) -> Rollback:
         setup = self._setup
@@ -371,7 +366,7 @@ class _Training:
             restore_tensors(checkpoint, setup.callbacks, setup.mesh, setup.console.line, "stay as they are")
 
         saved = self._saved.get("rolling_back", {})
-        return Rollback(self._run, setup.store, setup.mirror, setup.loader, guard, reload, **saved)
+        return Rollback(self._run, setup.store, setup.mirror, guard, reload, **saved)
 
     def _make_saving(self, built: Built, rollback: Rollback, metrics: Metrics, replicas: Replicas) -> Saving:
         setup, checkpoint = self._setup, self._setup.job.checkpoint
@@ -379,17 +374,13 @@ class _Training:
 
         contents = Contents(
             run=self._run,
-            model=built.model,
-            optimizer=built.optimizer,
-            loader=setup.loader,
-            guard=rollback.guard,
+            built=built,
             rollback=rollback,
             vocab_size=setup.vocab_size,
             callbacks=tuple(setup.callbacks),
             evaluation_weights=self._evaluation_weights,
             tracker_states=self._trackers.states,
             versions={**own, **_versions(setup)},
-            frozen=frozenset(f"model.{name}" for name in built.phases.always_frozen if checkpoint.frozen == "once"),
             accumulation_asked_for=setup.accumulation_asked_for,
         )
         return Saving(

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
+from typing import Any, Self
 
 from forge_core.contracts.callback import Requests
 
@@ -56,7 +57,22 @@ def stacks_on_quit() -> Iterator[None]:
         yield
 
 
-class SignalsForRanks:
+class _Handled(AbstractContextManager[Any]):
+    """No generator: one that is forgotten would end by itself, in a process that heeds signals to its very end."""
+
+    def __init__(self, handlers: Mapping[signal.Signals, Callable[[int, FrameType | None], None]]) -> None:
+        self._handlers = handlers
+
+    def __enter__(self) -> Self:
+        self._previous = {number: signal.signal(number, handler) for number, handler in self._handlers.items()}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+
+class SignalsForRanks(_Handled):
     """In the launcher: what it is told, and its ranks shall do. Nothing is done while a signal is handled but to
     remember it.
 
@@ -64,19 +80,12 @@ class SignalsForRanks:
     """
 
     def __init__(self) -> None:
+        super().__init__(dict.fromkeys(_heeded([*STOPS, signal.SIGQUIT]), self._handle))
         self.stop: signal.Signals | None = None
         """The first one that asked to stop."""
         self.leaves = False
         """Ctrl-C has been pressed again, or SIGQUIT has come: the ranks are not waited for."""
         self.wants_stacks = False
-        self._handling = ExitStack()
-
-    def __enter__(self) -> SignalsForRanks:
-        self._handling.enter_context(_Handled(dict.fromkeys(_heeded([*STOPS, signal.SIGQUIT]), self._handle)))
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._handling.close()
 
     def _handle(self, number: int, _: FrameType | None) -> None:
         if number == signal.SIGQUIT:
@@ -120,17 +129,3 @@ def _heeded(numbers: tuple[signal.Signals, ...] | list[signal.Signals]) -> list[
     """Without those of a terminal that whoever has started this process does not want it to hear."""
     of_terminal = (signal.SIGHUP, signal.SIGQUIT)
     return [n for n in numbers if n not in of_terminal or signal.getsignal(n) is not signal.SIG_IGN]
-
-
-class _Handled(AbstractContextManager[None]):
-    """No generator: one that is forgotten would end by itself, in a process that heeds signals to its very end."""
-
-    def __init__(self, handlers: Mapping[signal.Signals, Callable[[int, FrameType | None], None]]) -> None:
-        self._handlers = handlers
-
-    def __enter__(self) -> None:
-        self._previous = {number: signal.signal(number, handler) for number, handler in self._handlers.items()}
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)

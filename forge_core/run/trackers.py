@@ -93,9 +93,9 @@ class Trackers:
 
 @attrs.frozen(eq=False)
 class _Work:
-    """Requests to a tracker."""
+    """A request to a tracker."""
 
-    do: Callable[[Tracker], object]
+    do: Callable[[], object]
     is_last: bool = False
     done: Event = attrs.field(factory=Event, init=False)
     """Also when it has failed, or had failed before."""
@@ -111,38 +111,35 @@ class _Served:
     state: dict[str, Any]
     """The newest that is known; empty if it has none."""
     say: Callable[[str], None]
-    is_built: Event = attrs.field(factory=Event, init=False)
+    is_built: Event = attrs.field(init=False)
+    _tracker: Tracker = attrs.field(init=False)
+    """There once it is built."""
     _asked: Queue[_Work] = attrs.field(factory=Queue, init=False)
+    _has_failed: bool = attrs.field(default=False, init=False)
     _has_state: bool = attrs.field(default=False, init=False)
     _is_named: bool = attrs.field(default=False, init=False)
     _not_given: int = attrs.field(default=0, init=False)
 
     def __attrs_post_init__(self) -> None:
+        self.is_built = self._ask(self._build)
         Thread(target=self._serve, name=f"forge-{self.name}", daemon=True).start()
 
     def give_line(self, line: Callable[[Tracker], object]) -> None:
         if self._asked.qsize() < _WAITING:
-            self._asked.put(_Work(lambda tracker: self._timed(line, tracker)))
+            self._ask(lambda: self._timed(line))
         else:
             self._not_given += 1
 
-    def ask_for_state(self) -> Event:
-        """It will be in ``state``."""
-        work = _Work(self._take_state)
-        if self._has_state:
-            self._asked.put(work)
-        else:
-            work.done.set()
-        return work.done
+    def ask_for_state(self) -> Event | None:
+        """It will be in ``state``; it is there already if this tracker has none."""
+        return self._ask(self._take_state) if self._has_state else None
 
-    def wait_for_state(self, answered: Event, by: float) -> None:
-        if not answered.wait(max(0.0, by - time.monotonic())):
+    def wait_for_state(self, answered: Event | None, by: float) -> None:
+        if answered is not None and not answered.wait(max(0.0, by - time.monotonic())):
             self._complain("is not done with its lines in time (run.trackers_timeout); its state is saved as it was")
 
     def begin_to_close(self, outcome: str) -> Event:
-        work = _Work(lambda tracker: tracker.close(outcome), is_last=True)
-        self._asked.put(work)
-        return work.done
+        return self._ask(lambda: self._tracker.close(outcome), is_last=True)
 
     def wait_until_closed(self, closed: Event, by: float) -> None:
         if not closed.wait(max(0.0, by - time.monotonic())):
@@ -151,44 +148,39 @@ class _Served:
         if self._not_given:
             self.say(f"{self.name} was not given {self._not_given} lines, as it was {_WAITING} behind")
 
+    def _ask(self, do: Callable[[], object], *, is_last: bool = False) -> Event:
+        work = _Work(do, is_last)
+        self._asked.put(work)
+        return work.done
+
     def _serve(self) -> None:
-        tracker: Tracker | None = None
-        try:
-            tracker = self._built()
-        except BaseException as error:  # noqa: BLE001 - an error of a third party must not stop training
-            self._report(error)
-        self.is_built.set()
         is_last = False
         while not is_last:
             work = self._asked.get()
-            if tracker is not None:
-                try:
-                    work.do(tracker)
-                except BaseException as error:  # noqa: BLE001 - as above
-                    self._report(error)
-                    tracker, self._has_state = None, False
+            try:
+                if not self._has_failed:
+                    work.do()
+            except BaseException as error:  # noqa: BLE001 - an error of a third party must not stop training
+                self.say(f"{self.name} failed and is not asked again: {type(error).__name__}: {error}")
+                self._has_failed, self._has_state = True, False
             is_last = work.is_last
             work.done.set()
 
-    def _built(self) -> Tracker:
-        tracker = self.build()
+    def _build(self) -> None:
+        self._tracker = self.build()
         if self.state:
-            tracker.load_state(self.state["state"], self.state["version"])
-        self._has_state = type(tracker).state is not Tracker.state
-        return tracker
+            self._tracker.load_state(self.state["state"], self.state["version"])
+        self._has_state = type(self._tracker).state is not Tracker.state
 
-    def _take_state(self, tracker: Tracker) -> None:
-        self.state = state_entry(self.namespace, tracker) or self.state
+    def _take_state(self) -> None:
+        self.state = state_entry(self.namespace, self._tracker) or self.state
 
-    def _timed(self, line: Callable[[Tracker], object], tracker: Tracker) -> None:
+    def _timed(self, line: Callable[[Tracker], object]) -> None:
         started = time.monotonic()
-        line(tracker)
+        line(self._tracker)
         seconds = time.monotonic() - started
         if seconds > SLOW_LINE:
             self._complain(f"takes {seconds:.1f} s for a line; training does not wait for it")
-
-    def _report(self, error: BaseException) -> None:
-        self.say(f"{self.name} failed and is not asked again: {type(error).__name__}: {error}")
 
     def _complain(self, what: str) -> None:
         """Once."""

@@ -86,8 +86,6 @@ class Built:
 
     model: BuiltModel
     optimizer: torch.optim.Optimizer
-    optimizer_words: str
-    """Names the optimizer in messages."""
     phases: PhasePlan
 
 

@@ -8,6 +8,7 @@ from functools import partial
 from numbers import Real
 from typing import Any
 
+import attrs
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -188,28 +189,25 @@ class CheckedLoss:
         return f"{self.words} {what}. This is a bug in the loss."
 
 
+@attrs.define(eq=False, slots=False)
 class _LossOfBatch:
     """The loss of one microbatch, a ``LossOfPositions``. The weights of its targets count in training, and not in
     evaluations, whose losses are compared with those of runs without weights. The first sum is also added up by source;
     a model's further ones (of tokens ahead) are not."""
 
-    def __init__(
-        self,
-        loss: CheckedLoss,
-        weights: torch.Tensor | None,
-        source: torch.Tensor | None,
-        sums: torch.Tensor | None,
-        taken: Mapping[str, torch.Tensor],
-    ) -> None:
-        self._loss, self._weights, self._source, self._sums, self._taken = loss, weights, source, sums, taken
-        self._is_first = True
+    _loss: CheckedLoss
+    _weights: torch.Tensor | None
+    _source: torch.Tensor | None
+    _sums: torch.Tensor | None
+    _taken: Mapping[str, torch.Tensor]
+    _is_first: bool = attrs.field(default=True, init=False)
 
     def of_part(self, cut: Callable[[torch.Tensor], torch.Tensor]) -> _LossOfBatch:
         """Same as ``LossOfPositions.of_part``."""
         weights = None if self._weights is None else cut(self._weights)
         by_position = self._loss.by_position
         taken = {name: cut(entry) if name in by_position else entry for name, entry in self._taken.items()}
-        return _LossOfBatch(self._loss, weights, self._source, self._sums, taken)
+        return attrs.evolve(self, weights=weights, taken=taken)
 
     def __call__(self, hidden: torch.Tensor, head: nn.Module, targets: torch.Tensor) -> LossSum:
         weights = self._weights if torch.is_grad_enabled() else None

@@ -83,50 +83,40 @@ def build_evaluations(
     ]
 
 
+@attrs.frozen
 class Evaluations:
-    """All ranks call it at the same steps.
+    """All ranks call it at the same steps."""
 
-    Args:
-        validation: the data of ``[eval]``, if it is asked for.
-        metrics: measure training alone.
-    """
-
-    def __init__(
-        self,
-        run: Run,
-        evaluator: ModelEvaluator,
-        validation: DataSource | None,
-        named: Sequence[NamedEvaluation],
-        metrics: Metrics,
-    ) -> None:
-        self._run = run
-        self._evaluator = evaluator
-        self._validation = validation
-        self._named = named
-        self._metrics = metrics
-        self._samples = run.job.eval.batches * (run.job.train.global_batch_size or 0)
+    run: Run
+    evaluator: ModelEvaluator
+    validation: DataSource | None
+    """The data of ``[eval]``, if it is asked for."""
+    named: Sequence[NamedEvaluation]
+    metrics: Metrics
+    """They measure training alone."""
 
     def run_if_due(self, step: int) -> Mapping[str, float]:
         """Evaluate, log and return the values; nothing if none is due, or it is given up as the run is to stop."""
-        run = self._run
-        due = [one for one in self._named if run.is_due(step, one.interval or run.job.train.steps)]
-        validation = self._validation if run.is_due(step, run.job.eval.interval) else None
+        run, job = self.run, self.run.job
+        due = [one for one in self.named if run.is_due(step, one.interval or job.train.steps)]
+        validation = self.validation if run.is_due(step, job.eval.interval) else None
         if validation is None and not due:
             return {}
-        self._metrics.log_pending()
+        self.metrics.log_pending()
         values: dict[str, float] = {}
         try:
-            with self._evaluator.evaluating():
-                run.emit("eval_start", step=step, model=self._evaluator)
+            with self.evaluator.evaluating():
+                run.emit("eval_start", step=step, model=self.evaluator)
                 if validation is not None:
-                    values |= held_out_loss(self._evaluator, validation, self._samples)
+                    samples = job.eval.batches * (job.train.global_batch_size or 0)
+                    values |= held_out_loss(self.evaluator, validation, samples)
                 for one in due:
-                    values |= one.run(self._evaluator)
+                    values |= one.run(self.evaluator)
         except GivenUpError:  # a resumed run evaluates again
             return {}
         run.record({"step": step, **values})
         run.emit("eval_end", step=step, metrics=values)
-        self._metrics.restart()
+        self.metrics.restart()
         return values
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from inspect import isfunction, signature
-from typing import Any
+from typing import Any, cast
 
 import pluggy
 
@@ -12,20 +12,18 @@ from forge_core.contracts.callback import Callback
 from forge_core.contracts.observer import Observer
 from forge_core.errors import PluginError, nearest
 
-EVENTS = (
-    "run_start",
-    "step_start",
-    "before_optimizer_step",
-    "step_end",
-    "step_logged",
-    "eval_start",
-    "eval_batch",
-    "eval_end",
-    "checkpoint_saved",
-    "run_end",
-    "run_failed",
-)
-OBSERVED = ("dry_run", "gradients_start", "gradients_end", "update_end", "save_start", "find_origin")
+_NO_EVENTS = ("state", "load_state", "tensors")
+"""Methods of a callback that are asked for its state."""
+
+
+def _events_of(contract: type[Callback]) -> tuple[str, ...]:
+    """The base class is the specification: its own methods are the events."""
+    methods = (name for name, one in vars(contract).items() if isfunction(one) and not name.startswith("_"))
+    return tuple(name for name in methods if name not in _NO_EVENTS)
+
+
+EVENTS = _events_of(Callback)
+OBSERVED = _events_of(Observer)
 """Events that only observers hear of."""
 
 
@@ -38,7 +36,7 @@ class Events:
 
     def __init__(self, callbacks: Sequence[tuple[str, Callback]]) -> None:
         manager = _CallbackManager("forge_lifecycle")
-        manager.add_hookspecs(_Events)
+        manager.add_hookspecs(Observer)
         # the same callback may be named twice in a job, with two configurations
         for index, (name, callback) in reversed(list(enumerate(callbacks))):  # pluggy calls the last one first
             try:
@@ -78,9 +76,7 @@ class Events:
 
 def mistaken_events(callbacks: Iterable[tuple[str, Callback]]) -> Iterator[str]:
     """A sentence for each method that nothing calls, and whose name and arguments are almost those of an event."""
-    known = {
-        name: getattr(Callback, name) for name in dir(Callback) if callable(getattr(Callback, name)) and name[0] != "_"
-    }
+    known = {name: getattr(Callback, name) for name in (*EVENTS, *_NO_EVENTS)}
     for owner, callback in callbacks:
         own = {
             name: one for cls in reversed(type(callback).__mro__) for name, one in vars(cls).items() if isfunction(one)
@@ -93,27 +89,13 @@ def mistaken_events(callbacks: Iterable[tuple[str, Callback]]) -> Iterator[str]:
 
 
 class _CallbackManager(pluggy.PluginManager):
-    """Methods that override those of ``Callback`` are hook implementations; no decorator is needed."""
+    """Methods that override those of ``Callback`` are hook implementations; no decorator is needed, nor any option."""
 
     def parse_hookimpl_opts(self, plugin: object, name: str) -> pluggy.HookimplOpts | None:
         events = (*EVENTS, *OBSERVED) if isinstance(plugin, Observer) else EVENTS
         if name not in events or getattr(type(plugin), name, None) is getattr(Observer, name):
             return None
-        options: pluggy.HookimplOpts = {
-            "wrapper": False,
-            "hookwrapper": False,
-            "optionalhook": False,
-            "tryfirst": False,
-            "trylast": False,
-            "specname": None,
-        }
-        return options
+        return cast("pluggy.HookimplOpts", {})  # pluggy fills in the defaults
 
     def parse_hookspec_opts(self, module_or_class: object, name: str) -> pluggy.HookspecOpts | None:
-        if name not in (*EVENTS, *OBSERVED):
-            return None
-        return {"firstresult": False, "historic": False, "warn_on_impl": None, "warn_on_impl_args": None}
-
-
-_Events = Observer
-"""The base class is the specification."""
+        return cast("pluggy.HookspecOpts", {}) if name in (*EVENTS, *OBSERVED) else None

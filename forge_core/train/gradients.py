@@ -41,20 +41,9 @@ class Gradients:
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], mesh: Mesh, device: torch.device) -> None:
         self.named = {name: p.grad for name, p in parameters.items() if p.grad is not None}
-        self._tensors = [*self.named.values()]
-        self.squares = squared_norms(self._tensors)
+        self.squares = squared_norms([*self.named.values()])
         self.norm = global_norm(self.squares, mesh, device)
         """Same as ``global_norm``."""
-        self._mesh = mesh
-        self._device = device
-
-    def norms_along(self, axes: Sequence[str]) -> dict[str, torch.Tensor]:
-        """Call ``norms_along``; nothing for no axes."""
-        return norms_along(self.squares, self._mesh, axes, self._device) if axes else {}
-
-    def clip(self, max_norm: float) -> None:
-        """Same as ``clip_gradients``."""
-        clip_gradients(self._tensors, self.norm, max_norm)
 
 
 def squared_norms(gradients: Sequence[torch.Tensor]) -> Mapping[Layout, Squares]:

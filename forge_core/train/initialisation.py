@@ -14,6 +14,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from forge_core.contracts.model import canonical_name
 from forge_core.errors import PluginError
+from forge_core.ops.local_tensor import local_tensor
 
 
 def initialise(
@@ -77,11 +78,8 @@ class SeededInitializer:
                 fill(tensor, generator)
                 return
             full = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
-            fill(full, generator)
-            if isinstance(tensor, DTensor):
-                tensor.to_local().copy_(_local_part(full, tensor))
-            else:
-                tensor.copy_(full)
+            fill(full, generator)  # without communication: every rank computes the same
+            local_tensor(tensor).copy_(full[tuple(local_slices(tensor))])
 
     def fill_each(
         self, name: str, tensor: torch.Tensor, fill: Callable[[torch.Tensor, torch.Generator], object]
@@ -89,7 +87,7 @@ class SeededInitializer:
         name = canonical_name(name)
         self.filled.add(name)
         device = self._device or tensor.device
-        (first, *rest), local = local_slices(tensor), tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        (first, *rest), local = local_slices(tensor), local_tensor(tensor)
         with torch.no_grad():
             for index in range(first.start, first.stop):
                 full = torch.empty(tensor.shape[1:], dtype=tensor.dtype, device=device)
@@ -99,11 +97,6 @@ class SeededInitializer:
     def _generator(self, name: str, device: torch.device) -> torch.Generator:
         digest = hashlib.sha256(f"{self._seed}:{name}".encode()).digest()
         return torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "little"))
-
-
-def _local_part(full: torch.Tensor, like: DTensor) -> torch.Tensor:
-    """This rank's part of ``full``, without communication: every rank has computed the same ``full``."""
-    return full[tuple(local_slices(like))]
 
 
 def local_slices(like: torch.Tensor) -> list[slice]:

@@ -12,7 +12,6 @@ import torch
 from forge_core.contracts.batch import MixedSource
 from forge_core.contracts.callback import StepContext
 from forge_core.contracts.gpu import PEAK_BF16_TFLOPS
-from forge_core.data.loader import BatchLoader
 from forge_core.distributed.host_copy import HostCopy
 from forge_core.distributed.mesh import LOSS_AXES
 from forge_core.errors import PluginError
@@ -39,21 +38,17 @@ class Metrics:
 
     Args:
         model: its FLOPs, and its loss, which adds up those of sources.
-        loader: says how long the run has waited for data.
         modules: report values of their own.
         guard: learns from logged values that updates were left out.
     """
 
-    def __init__(
-        self, run: Run, model: BuiltModel, loader: BatchLoader, modules: StepModules, guard: StepGuard
-    ) -> None:
+    def __init__(self, run: Run, model: BuiltModel, modules: StepModules, guard: StepGuard) -> None:
         train = run.job.train
         self._run = run
         self._model = model
-        source = loader.stream.source
+        source = run.loader.stream.source
         self._source_names = tuple(source.names) if isinstance(source, MixedSource) else ()
         self._peak_flops = peak_flops(run.device)
-        self._loader = loader
         self._modules = modules
         self._guard = guard
         self._flops_beside = getattr(model.parts[0], "flops_beside", lambda batch: 0.0)
@@ -72,7 +67,7 @@ class Metrics:
 
     def _start_window(self) -> None:
         self._since = time.perf_counter()
-        self._waited_before = self._loader.seconds_waiting
+        self._waited_before = self._run.loader.seconds_waiting
         self._steps, self._beside = 0, 0.0
 
     def is_logged(self, step: int) -> bool:
@@ -134,14 +129,14 @@ class Metrics:
         self._pending = Pending(step, tuple(tensors), HostCopy(stacked), known)
 
     def _tokens_of_sources(self) -> dict[str, int]:
-        counts = self._loader.stream.counts(self._loader.position)
+        counts = self._run.loader.stream.counts(self._run.loader.position)
         return {f"tokens/{name}": count * self._run.job.train.seq_len for name, count in counts.items()}
 
     def _speed(self) -> dict[str, float]:
         """Since the last logged step, or ``restart``."""
         seconds = (time.perf_counter() - self._since) / self._steps
         values = {"tokens_per_second": self._tokens_a_step / seconds, "step_seconds": seconds}
-        values["data_seconds"] = (self._loader.seconds_waiting - self._waited_before) / self._steps
+        values["data_seconds"] = (self._run.loader.seconds_waiting - self._waited_before) / self._steps
         if self._peak_flops is not None:
             beside = self._beside * self._run.mesh.dp_size / self._steps  # as if other ranks had as many
             flops = self._tokens_a_step * self._model.flops_per_token + beside

@@ -12,7 +12,6 @@ from forge_core.config.sections import Job
 from forge_core.contracts.callback import Callback
 from forge_core.contracts.data_source import Source
 from forge_core.contracts.replication import Handover, LiveState, Replication, Share
-from forge_core.data.loader import BatchLoader
 from forge_core.data.streams import StreamsByPosition
 from forge_core.distributed.fingerprint import fingerprint
 from forge_core.distributed.mesh import Mesh
@@ -83,11 +82,10 @@ class JoinedReplicas(Replicas):
         replication: joins this run to the others.
     """
 
-    def __init__(self, replication: Replication, run: Run, catalog: Catalog, loader: BatchLoader) -> None:
+    def __init__(self, replication: Replication, run: Run, catalog: Catalog) -> None:
         self._replication = replication
         self._digest = _digest(run.job, catalog, run.mesh)
         self._run = run
-        self._loader = loader
         self._committed = 0
         self._taken_over: int | None = None
 
@@ -111,7 +109,7 @@ class JoinedReplicas(Replicas):
         if share == self.share:
             return
         self.share = share
-        self._loader.deal(
+        self._run.loader.deal(
             share.index * self._run.mesh.dp_size + self._run.mesh.dp_rank, share.count * self._run.mesh.dp_size
         )
         self._refuse_other_job()

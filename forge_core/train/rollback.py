@@ -9,7 +9,6 @@ import attrs
 
 from forge_core.checkpoint.run_mirror import NoMirror
 from forge_core.checkpoint.store import Checkpoint, CheckpointStore
-from forge_core.data.loader import BatchLoader
 from forge_core.distributed.collective_errors import run_on_all_ranks
 from forge_core.distributed.timeouts import longer_timeouts
 from forge_core.errors import ConfigError, NonFiniteError
@@ -24,7 +23,6 @@ class Rollback:
     run: Run
     store: CheckpointStore
     mirror: NoMirror
-    loader: BatchLoader
     guard: StepGuard
     restore: Callable[[Checkpoint], None]
     """Fills model, optimizer and callbacks."""
@@ -61,11 +59,11 @@ class Rollback:
                 raise self._giving_up(left_out, f"the run {often}")
             self.attempts += 1
             self.restore(checkpoint)
-        state = checkpoint.state()
-        first, last = self.loader.stream.numbers_of(left_out.start, left_out.stop)
-        self.loader.restart(self.loader.stream.without(left_out.start, left_out.stop), state["position"])
-        if self.loader.stream.streams is not None:
-            self.loader.stream.streams.restart(**state["streams"])
+        state, loader = checkpoint.state(), self.run.loader
+        first, last = loader.stream.numbers_of(left_out.start, left_out.stop)
+        loader.restart(loader.stream.without(left_out.start, left_out.stop), state["position"])
+        if loader.stream.streams is not None:
+            loader.stream.streams.restart(**state["streams"])
         self.guard.restart(state.get("anomalies"))
         run_on_all_ranks(lambda: self._take_back_files(checkpoint.step))
         self.mirror.rolled_back(checkpoint.step)
@@ -90,7 +88,7 @@ class Rollback:
     def _giving_up(self, left_out: SampleRange, why: str) -> NonFiniteError:
         if self.run.mesh.rank > 0:
             return NonFiniteError("")
-        first, last = self.loader.stream.numbers_of(left_out.start, left_out.stop)
+        first, last = self.run.loader.stream.numbers_of(left_out.start, left_out.stop)
         look = f"Look at the samples {first} to {last} of the data, and at the lines before this one"
         if self.guard.origin is not None:
             look = f"Look at {self.guard.origin}, whose output was the first that was not finite"

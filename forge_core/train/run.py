@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from forge_core.config.sections import Job
 from forge_core.contracts.callback import Requests, RunContext
 from forge_core.contracts.supervisor import Supervisor
+from forge_core.data.loader import BatchLoader
 from forge_core.distributed.consensus import Consensus
 from forge_core.distributed.mesh import Mesh
 from forge_core.errors import PluginError
@@ -83,6 +84,8 @@ class Run:
     """The run as callbacks see it."""
     mesh: Mesh
     directory: Directory
+    loader: BatchLoader
+    """Its position says where in the data the run is."""
     events: Events
     supervisor: Supervisor
     consensus: Consensus

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import attrs
-import torch
 
 from forge_core.checkpoint.component_state import states_of, tensors_of
 from forge_core.checkpoint.manifest import DamagedError, read_manifest
@@ -21,18 +20,16 @@ from forge_core.checkpoint.state_dict import optimizer_state
 from forge_core.checkpoint.store import CheckpointStore
 from forge_core.checkpoint.upgrading import module_versions, optimizer_version
 from forge_core.contracts.callback import Callback
-from forge_core.data.loader import BatchLoader
 from forge_core.distributed.consensus import Votes
 from forge_core.distributed.mesh import DATA_AXES
 from forge_core.errors import LeaseLostError
 from forge_core.job import dump_job
-from forge_core.train.build import BuiltModel
+from forge_core.train.build import Built
 from forge_core.train.evaluation_weights import EvaluationWeights
 from forge_core.train.metrics import Metrics
 from forge_core.train.replication import Replicas
 from forge_core.train.rollback import Rollback
 from forge_core.train.run import Run
-from forge_core.train.step_guard import StepGuard
 
 TRIED_AGAIN_AFTER = (2.0, 5.0, 10.0)
 """Seconds to wait before the last save of a run is tried again, each time that it has failed."""
@@ -43,18 +40,13 @@ class Contents:
     """Where everything that affects the future is found."""
 
     run: Run
-    model: BuiltModel
-    optimizer: torch.optim.Optimizer
-    loader: BatchLoader
-    guard: StepGuard
+    built: Built
     rollback: Rollback
     vocab_size: int
     callbacks: Sequence[tuple[str, Callback]]
     evaluation_weights: EvaluationWeights
     tracker_states: Callable[[], Mapping[str, Any]]
     versions: Mapping[str, str]
-    frozen: frozenset[str]
-    """Keys of tensors that checkpoints are to have once."""
     accumulation_asked_for: int
     """``train.grad_accumulation`` of the job, before ranks were counted; the next start looks whether it is as
     before."""
@@ -62,19 +54,20 @@ class Contents:
     def progress(self) -> dict[str, Any]:
         """Where in the data the run is, and what went wrong, as JSON values."""
         return {
-            "position": self.loader.position,
-            "left_out": self.loader.stream.left_out,
+            "position": self.run.loader.position,
+            "left_out": self.run.loader.stream.left_out,
             **self._streams(),
-            "anomalies": self.guard.state(),
+            "anomalies": self.rollback.guard.state(),
             "rolling_back": self.rollback.state(),
             "accumulation_asked_for": self.accumulation_asked_for,
         }
 
     def _streams(self) -> dict[str, Any]:
         """The place of the run in each stream. All ranks ask, as each knows the streams that it reads."""
-        if (streams := self.loader.stream.streams) is None:
+        loader, mesh = self.run.loader, self.run.mesh
+        if (streams := loader.stream.streams) is None:
             return {}
-        number, mesh = self.loader.stream.samples_read(self.loader.position), self.run.mesh
+        number = loader.stream.samples_read(loader.position)
         states = streams.states(number)
         for axis in DATA_AXES:
             states = {stream: state for known in mesh.gather_over(axis, states) for stream, state in known.items()}
@@ -83,12 +76,12 @@ class Contents:
     def snapshot(self, step: int, metrics: Mapping[str, float]) -> Snapshot:
         """Take a snapshot of now. Its tensors are the ones that are trained and evaluated; everything else is a
         copy."""
-        job, mesh, source = self.run.job, self.run.mesh, self.loader.stream.source
-        tokens = self.loader.position * job.train.seq_len
-        tensors, own_facts = optimizer_state(self.optimizer, self.model.parameters)
+        job, mesh, source = self.run.job, self.run.mesh, self.run.loader.stream.source
+        tokens = self.run.loader.position * job.train.seq_len
+        tensors, own_facts = optimizer_state(self.built.optimizer, self.built.model.parameters)
         tensors |= {**tensors_of(self.callbacks), **self.evaluation_weights.to_save()}
         facts = mesh.gather_over("pp", own_facts)
-        modules = mesh.gather_over("pp", module_versions(self.model.parts))
+        modules = mesh.gather_over("pp", module_versions(self.built.model.parts))
         job_toml, tokenizer = dump_job(job), source.tokenizer
 
         def write_more(folder: Path) -> Mapping[str, Any]:
@@ -99,10 +92,11 @@ class Contents:
             (folder / "tokenizer").mkdir()
             return {"tokenizer": dict(tokenizer.save(folder / "tokenizer"))}
 
+        once = self.built.phases.always_frozen if job.checkpoint.frozen == "once" else ()
         return Snapshot(
             step=step,
             tokens=tokens,
-            tensors={**self.model.tensors(), **tensors},
+            tensors={**self.built.model.tensors(), **tensors},
             state={
                 "step": step,
                 "tokens": tokens,
@@ -112,7 +106,7 @@ class Contents:
                 "optimizer": {
                     "values": {name: value for stage in facts for name, value in stage["values"].items()},
                     "on_host": sorted({slot for stage in facts for slot in stage["on_host"]}),
-                    "version": optimizer_version(self.optimizer),
+                    "version": optimizer_version(self.built.optimizer),
                 },
                 "modules": {name: version for stage in modules for name, version in stage.items()},
                 "callbacks": states_of(self.callbacks),
@@ -122,7 +116,7 @@ class Contents:
             versions=self.versions,
             metrics=metrics,
             write_more=write_more,
-            frozen=self.frozen,
+            frozen=frozenset(f"model.{name}" for name in once),
         )
 
 
@@ -195,12 +189,12 @@ class Saving:
             self._begin(step, evaluated, must_succeed=is_last)
             self._last = time.monotonic()
             self.metrics.restart()
-        self._is_put_off = not is_last and self.contents.guard.in_a_row > 0
+        self._is_put_off = not is_last and self.contents.rollback.guard.in_a_row > 0
 
     def _may_save(self, step: int, *, is_last: bool) -> bool:
         """Return whether the run need not go back; and if another save will follow, whether the step has been a good
         one: the newest checkpoint is then one from before what may be wrong."""
-        guard, parameters = self.contents.guard, [*self.contents.model.parameters.values()]
+        guard, parameters = self.contents.rollback.guard, [*self.contents.built.model.parameters.values()]
         self.metrics.sync()
         must_wait = guard.has_failed or (not is_last and guard.in_a_row > 0)
         if must_wait or not guard.parameters_are_finite(parameters, step):
@@ -303,12 +297,9 @@ class Saving:
             return
         there = {}
         for step in self.store.steps():
-            if step > newest:
-                continue
-            try:
-                there[step] = read_manifest(self.store.folder(step))
-            except DamagedError:
-                continue  # not ours to judge by, nor to remove
+            if step <= newest:
+                with suppress(DamagedError):  # not ours to judge by, nor to remove
+                    there[step] = read_manifest(self.store.folder(step))
         steps = superfluous([(step, found.metrics) for step, found in there.items()], self.run.job.checkpoint)
         steps = self.mirror.may_remove(steps, {step: found.n_bytes for step, found in there.items()})
         try:

@@ -88,24 +88,19 @@ def _data_phases(job: Job, use: ComponentRef) -> list[tuple[int, Any]]:
     return found
 
 
+@attrs.define(eq=False)
 class EvaluatedData:
-    """Opens what is evaluated, as ``OpenData``. It refuses another vocabulary or tokenizer than ``training`` has.
+    """Opens what is evaluated, as ``OpenData``. It refuses another vocabulary or tokenizer than ``training`` has."""
 
-    Args:
-        beat: called while ranks wait.
-    """
-
-    def __init__(
-        self, job: Job, training: TrainedOn | Source, build: ComponentBuilder, beat: Callable[[], None]
-    ) -> None:
-        self._job = job
-        self._training = training
-        self._build = build
-        self._beat = beat
-        self.opened: list[Source] = []
-        """Sources of their own, without the part that ``[data]`` holds out."""
-        self.entries: dict[str, Entry | None] = {}
-        """The entries of what has been opened, as ``entries_of`` gives them."""
+    _job: Job
+    _training: TrainedOn | Source
+    _build: ComponentBuilder
+    _beat: Callable[[], None]
+    """Called while ranks wait."""
+    opened: list[Source] = attrs.field(factory=list, init=False)
+    """Sources of their own, without the part that ``[data]`` holds out."""
+    entries: dict[str, Entry | None] = attrs.field(factory=dict, init=False)
+    """The entries of what has been opened, as ``entries_of`` gives them."""
 
     def __call__(self, use: ComponentRef | None, key: str, /) -> DataSource:
         """Same as ``OpenData``."""

@@ -23,8 +23,8 @@ def give_state(contents: Contents, step: int) -> LiveState:
 
     The tensors are the ones that are trained; everything else is a copy.
     """
-    model = contents.model
-    tensors, optimizer = optimizer_state(contents.optimizer, model.parameters)
+    model = contents.built.model
+    tensors, optimizer = optimizer_state(contents.built.optimizer, model.parameters)
     tensors.update({**model.tensors(), **tensors_of(_callbacks(contents))})
     facts = {
         "progress": {"step": step, **contents.progress()},
@@ -44,19 +44,15 @@ def take_state(contents: Contents, state: LiveState) -> int:
     Raises:
         ConfigError: it is of another model or mesh.
     """
-    model, optimizer, loader = contents.model, contents.optimizer, contents.loader
+    model, optimizer, loader = contents.built.model, contents.built.optimizer, contents.run.loader
     facts, given = json.loads(state["facts"]), state["tensors"]
     own = {**model.tensors(), **tensors_of(_callbacks(contents))}
     optimizer.state.clear()
     described = {key: _described(*entry) for key, entry in facts["tensors"].items()}
     own.update(empty_optimizer_state(optimizer, model.parameters, described, facts["optimizer"]))
     locals_of_own = {key: local_tensor(tensor).detach() for key, tensor in own.items()}
-    wrong = sorted(
-        key
-        for key in given.keys() | own.keys()
-        if key not in given or key not in own or given[key].shape != locals_of_own[key].shape
-    )
-    if wrong:
+    theirs, ours = ({key: one.shape for key, one in tensors.items()} for tensors in (given, locals_of_own))
+    if wrong := sorted(key for key in theirs.keys() | ours.keys() if theirs.get(key) != ours.get(key)):
         raise ConfigError(f"the other replica has another model, or another mesh: {', '.join(wrong[:5])} differ")
     with torch.no_grad():
         for key, tensor in locals_of_own.items():
@@ -66,7 +62,7 @@ def take_state(contents: Contents, state: LiveState) -> int:
     stream = loader.stream
     left_out = [(start, stop) for start, stop in progress["left_out"]]
     loader.restart(SampleStream(stream.source, stream.seed, stream.shuffle, left_out), progress["position"])
-    contents.guard.restart(progress["anomalies"])
+    contents.rollback.guard.restart(progress["anomalies"])
     step: int = progress["step"]
     return step
 

@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 
 from forge_core.contracts.observer import Origin
-from forge_core.data.loader import BatchLoader
 from forge_core.errors import and_more
 from forge_core.train.gradients import Gradients, Squares, all_finite
 from forge_core.train.run import Run
@@ -86,16 +85,12 @@ class StepGuard:
     def __init__(
         self,
         run: Run,
-        loader: BatchLoader,
         saved: Mapping[str, Any] | None = None,
         any_replica: Callable[[torch.Tensor], torch.Tensor] = lambda flag: flag,
         examine: Callable[[int], Origin | None] = lambda start: None,
     ) -> None:
         self._run = run
         self._section = run.job.anomalies
-        self._mesh = run.mesh
-        self._device = run.device
-        self._loader = loader
         self._any_replica = any_replica
         self._examine = examine
         self._has_examined = False
@@ -108,8 +103,8 @@ class StepGuard:
         self._row = None if saved["row"] is None else SampleRange(**saved["row"])
         self._checked: list[_Checked] = []
         self.to_leave_out = None
-        self.skipped = torch.full((), float(self._known), device=self._device)
-        self._mean, self._seen = (torch.full((), value, device=self._device) for value in saved["mean_norm"])
+        self.skipped = torch.full((), float(self._known), device=self._run.device)
+        self._mean, self._seen = (torch.full((), value, device=self._run.device) for value in saved["mean_norm"])
 
     def state(self) -> dict[str, Any]:
         """State that decides the future, as JSON values. ``sync`` first."""
@@ -152,8 +147,8 @@ class StepGuard:
             verdict |= known & (norm > self._section.spike_factor * self._mean)
         own = self._run.consensus.reduce(verdict.float())
         verdict = self._any_replica(own)
-        start = self._loader.position - self._loader.samples_per_step
-        stop = self._loader.position
+        stop = self._run.loader.position
+        start = stop - self._run.loader.samples_per_step
         names, squares = [*gradients.named], gradients.squares.values()
         self._latest = _Checked(step, start, stop, verdict, own, loss, norm, names, squares, inputs)
         return verdict
@@ -207,14 +202,12 @@ class StepGuard:
         If one is not, the update of ``step``, the last one, has made it so, since a step that begins with such
         parameters is left out; the run must go back.
         """
-        finite = all_finite(parameters, self._device).float()
-        if self._mesh.world_size > 1:
-            dist.all_reduce(finite, dist.ReduceOp.MIN)
-        if finite.item():
+        is_wrong = not all_finite(parameters, self._run.device).item()
+        if not self._run.consensus.any_rank(is_wrong):
             return True
         self._run.log(f"step {step}: its update has made parameters that are not finite; they are not saved")
-        position = self._loader.position
-        self.to_leave_out = SampleRange(step, position - self._loader.samples_per_step, position, 1)
+        position = self._run.loader.position
+        self.to_leave_out = SampleRange(step, position - self._run.loader.samples_per_step, position, 1)
         return False
 
     def _follow(self, norm: torch.Tensor, verdict: torch.Tensor) -> None:
@@ -226,13 +219,13 @@ class StepGuard:
 
     def _tell(self, checked: _Checked) -> None:
         own = self._find(checked)
-        found = [own] * self._mesh.world_size
-        if self._mesh.world_size > 1:
+        found = [own] * self._run.mesh.world_size
+        if self._run.mesh.world_size > 1:
             dist.all_gather_object(found, own)
         found = [one for one in found if one.loss or one.inputs or one.gradients]
         numbers = sorted({index for one in found if one.loss or one.inputs for index in one.numbers})
         if not numbers:  # a gradient is the sum over all of them
-            numbers = self._loader.stream.numbers(np.arange(checked.start, checked.stop)).tolist()
+            numbers = self._run.loader.stream.numbers(np.arange(checked.start, checked.stop)).tolist()
         ranges = _ranges_of(numbers)
         reason, what = "not finite", f"{_described(found)} not finite" if found else ""
         if not found and checked.is_own.item():
@@ -277,11 +270,11 @@ class StepGuard:
             finite = squares.each.isfinite().tolist()
             bad += [index for index, is_finite in zip(squares.indices, finite, strict=True) if not is_finite]
         return _Found(
-            rank=self._mesh.rank,
+            rank=self._run.mesh.rank,
             loss=not checked.loss.isfinite().item(),
             inputs=[name for name, finite in checked.inputs.items() if not finite.item()],
             gradients=[checked.names[index] for index in sorted(bad)],
-            numbers=self._loader.numbers_of_step(checked.start),
+            numbers=self._run.loader.numbers_of_step(checked.start),
         )
 
 

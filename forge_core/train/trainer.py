@@ -10,12 +10,11 @@ import torch
 from forge_core.contracts.callback import StepContext
 from forge_core.contracts.replication import LiveState
 from forge_core.contracts.scheduler import Schedule
-from forge_core.data.loader import BatchLoader
 from forge_core.ops.auxiliary_loss import LEDGER
 from forge_core.train.build import Built
 from forge_core.train.evaluation import Evaluations
 from forge_core.train.executor import Batch
-from forge_core.train.gradients import Gradients
+from forge_core.train.gradients import Gradients, clip_gradients, norms_along
 from forge_core.train.metrics import Metrics
 from forge_core.train.replication import Replicas
 from forge_core.train.rollback import Rollback
@@ -29,12 +28,11 @@ from forge_core.train.step_modules import StepModules
 
 @attrs.define(kw_only=True, slots=False)
 class Trainer:
-    """The training of a run. ``step`` and ``loader.position`` say where it is."""
+    """The training of a run. ``step`` and ``run.loader.position`` say where it is."""
 
     run: Run
     built: Built
     schedule: Schedule
-    loader: BatchLoader
     step_modules: StepModules
     evaluations: Evaluations
     metrics: Metrics
@@ -87,12 +85,12 @@ class Trainer:
         return self._finish()
 
     def _microbatches_of_steps(self) -> Iterator[Sequence[Batch]]:
-        seed = self.run.job.train.seed
+        seed, loader = self.run.job.train.seed, self.run.loader
         wants_noise = any("noise" in getattr(part, "needs", ()) for part in self.built.model.parts)
         while True:
             self.replicas.begin_step(self.step, self.metrics.sync)
-            step = next(self.loader)
-            yield self.loader.with_noise(step, seed) if wants_noise else step
+            step = next(loader)
+            yield loader.with_noise(step, seed) if wants_noise else step
 
     def _train_step(self, microbatches: Sequence[Batch]) -> bool:
         """Return whether the step counts. If other replicas say that it does not, everything is as before it."""
@@ -155,10 +153,11 @@ class Trainer:
         """The step for callbacks, and its metrics, to be completed."""
         is_logged = self.metrics.is_logged(self.step)
         values = {"loss": loss, "grad_norm": gradients.norm}
-        if is_logged:
-            norms = gradients.norms_along(self.run.job.metrics.grad_norm_per)
+        axes = self.run.job.metrics.grad_norm_per
+        if is_logged and axes:
+            norms = norms_along(gradients.squares, self.run.mesh, axes, self.run.device)
             values |= {f"grad_norm/{name}": norm for name, norm in norms.items()}
-        tokens = self.loader.position * self.run.job.train.seq_len
+        tokens = self.run.loader.position * self.run.job.train.seq_len
         return StepContext(self.step, tokens, values, is_logged), values
 
     def _set_learning_rates(self) -> float:
@@ -183,7 +182,7 @@ class Trainer:
         else:
             left_out = verdict if self._skips_on_device else None
             self.step_modules.before_optimizer_step(self.step / self.run.job.train.steps, left_out)
-            gradients.clip(self.run.job.train.clip_norm)
+            clip_gradients([*gradients.named.values()], gradients.norm, self.run.job.train.clip_norm)
             optimizer.left_out = left_out  # type: ignore[attr-defined]  # the contract of leaves_out
             optimizer.found_inf = left_out  # type: ignore[attr-defined]  # torch's
             optimizer.step()
@@ -193,7 +192,8 @@ class Trainer:
     def _undo_step(self) -> None:
         self.step_modules.forget()
         self.built.optimizer.zero_grad(set_to_none=True)
-        self.loader.restart(self.loader.stream, self.loader.position - self.loader.samples_per_step)
+        loader = self.run.loader
+        loader.restart(loader.stream, loader.position - loader.samples_per_step)
         self.step -= 1
 
     def _go_back(self) -> None:

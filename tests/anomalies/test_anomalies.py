@@ -28,11 +28,11 @@ class Run:
     def __init__(self, mesh, saved=None, **keys):
         stream = SampleStream(numbered(NumberedConfig(), seq_len=8, split="train", build=None), seed=0, shuffle=False)
         cut = {"batch_size": 2, "grad_accumulation": 2, "dp_rank": 0, "dp_size": 1}
-        self._loader = BatchLoader(stream, position=0, **cut, workers=0, prefetch=1, pin_memory=False)
+        self.loader = BatchLoader(stream, position=0, **cut, workers=0, prefetch=1, pin_memory=False)
         self.mesh, self.said, self.events, self.step = mesh, [], [], 0
         self.consensus = Consensus(Requests(), CPU)
         self.job, self.device, self.directory = SimpleNamespace(anomalies=AnomaliesSection(**keys)), CPU, self
-        self.anomalies = StepGuard(self, self._loader, saved)
+        self.anomalies = StepGuard(self, saved)
 
     def log(self, line):
         self.said.append(line)
@@ -42,7 +42,7 @@ class Run:
 
     def train(self, loss=1.0, gradient=1.0, **inputs):
         """One step; returns whether its update is left out."""
-        next(self._loader)
+        next(self.loader)
         self.step += 1
         parameters = {name: nn.Parameter(torch.zeros(n)) for name, n in (("first", 3), ("second", 2))}
         parameters["first"].grad, parameters["second"].grad = torch.ones(3), torch.tensor([0.0, gradient])

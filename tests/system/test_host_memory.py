@@ -405,7 +405,7 @@ def test_a_run_that_goes_back_forgets_the_steps_that_it_gives_up(here, monkeypat
         seen.append((self.step, here.kept()))
         counts = train_step(self, microbatches)
         if self.step == 8 and next(once, False):
-            position = self.loader.position
+            position = self.run.loader.position
             self.guard.to_leave_out = SampleRange(5, position - 16, position - 12, 1)
         return counts
 

@@ -304,7 +304,7 @@ def test_a_run_that_goes_back_takes_the_later_ones_from_the_mirror(run, monkeypa
     def step(self, microbatches):
         counts = train_step(self, microbatches)
         if self.step == 7 and next(once, False):
-            position = self.loader.position
+            position = self.run.loader.position
             self.guard.to_leave_out = SampleRange(5, position - 12, position - 8, 1)
         return counts
 

@@ -21,9 +21,12 @@ def test_mfu_counts_what_batches_take_beside_their_tokens_as_if_all_data_paralle
         _waited_before=0.0,
         _tokens_a_step=100,
         _peak_flops=50.0,
-        _loader=SimpleNamespace(seconds_waiting=0.0),
         _model=SimpleNamespace(flops_per_token=7.0),
-        _run=SimpleNamespace(device=torch.device("cpu"), mesh=SimpleNamespace(dp_size=4, world_size=8)),
+        _run=SimpleNamespace(
+            device=torch.device("cpu"),
+            mesh=SimpleNamespace(dp_size=4, world_size=8),
+            loader=SimpleNamespace(seconds_waiting=0.0),
+        ),
     )
     monkeypatch.setattr(time, "perf_counter", lambda: 14.0)
 
