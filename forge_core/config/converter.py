@@ -33,16 +33,19 @@ EXPECTED_STRING = "expected a string"
 """How the sentence about a value that should have been quoted begins; the command line has a remedy of its own."""
 
 
-def structure(value: Any, cls: type[T], catalog: Catalog) -> T:
+def structure(value: Any, cls: type[T], catalog: Catalog, *, ignores_unknown: bool = False) -> T:
     """``value``, plain data as ``tomllib`` gives it, as an instance of ``cls``.
 
     Fields may be bool, int, float, str, ``Path``, ``Literal``, ``Enum``, arrays (tuple, list, frozenset, set), tables
     with free keys (``Mapping``), attrs classes, choices of a component (``Slot``), unions of these, and ``Any``.
 
+    Args:
+        ignores_unknown: whether tables may have keys that are no fields, which are left out.
+
     Raises:
         InvalidError: with every problem there is, except that the validators of a table wait for its types.
     """
-    converted: T = _StrictConverter(catalog).structure(value, cls)
+    converted: T = _StrictConverter(catalog, ignores_unknown).structure(value, cls)
     return converted
 
 
@@ -61,9 +64,9 @@ def is_optional(annotation: Any) -> bool:
 class _StrictConverter(Converter):
     """Finds components in ``catalog``."""
 
-    def __init__(self, catalog: Catalog) -> None:
+    def __init__(self, catalog: Catalog, ignores_unknown: bool) -> None:
         super().__init__()
-        self._catalog = catalog
+        self._catalog, self._ignores_unknown = catalog, ignores_unknown
         for cls, hook in ((bool, _bool), (int, _int), (float, _float), (str, _str), (Path, _path)):
             self.register_structure_hook(cls, hook)
         # cattrs asks the predicates in the reverse order, and all of them before its own.
@@ -137,7 +140,7 @@ class _StrictConverter(Converter):
             if slot is not None and slot.default is not None:
                 given[key] = ({"name": slot.default}, field.type)
                 del missing[key]
-        problems = _unknown_keys(value, fields, missing)
+        problems = [] if self._ignores_unknown else _unknown_keys(value, fields, missing)
         problems += [_is_required(key, field.type, self._catalog) for key, field in missing.items()]
         converted = {}
         try:
