@@ -378,10 +378,9 @@ def config_class(provided: CatalogEntry, kind: Kind) -> tuple[type, frozenset[st
         from forge_core.registry.signature import signature_of  # it parses source text, which not all jobs need
 
         try:
-            signature = signature_of(component.factory, kind)
+            return signature_of(component.factory, kind)
         except PluginError as error:
             raise PluginError(f"{plugin}: {error}") from error
-        return signature.keys, signature.takes
     cls = load_reference(component.config, what=what, owner=str(plugin))
     if not isinstance(cls, type) or not attrs.has(cls):
         raise PluginError(
