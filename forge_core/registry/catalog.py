@@ -207,17 +207,13 @@ class Catalog:
 
     def conflicts(self) -> list[NameConflict]:
         """Names that mean several things, sorted."""
-        conflicts = [
-            NameConflict(kind, name, tuple(one.plugin.distribution for one in found))
-            for (kind, name), found in self._components.items()
-            if len(found) > 1
+        providers = {key: [one.plugin for one in found] for key, found in self._components.items()}
+        providers |= {("command", name): [plugin for _, plugin in found] for name, found in self._commands.items()}
+        return [
+            NameConflict(kind, name, tuple(plugin.distribution for plugin in providers[kind, name]))
+            for kind, name in sorted(providers)
+            if len(providers[kind, name]) > 1
         ]
-        conflicts += [
-            NameConflict("command", name, tuple(plugin.distribution for _, plugin in found))
-            for name, found in self._commands.items()
-            if len(found) > 1
-        ]
-        return sorted(conflicts, key=lambda conflict: (conflict.kind, conflict.name))
 
     def _require_kind(self, kind: str) -> None:
         if kind not in self.kinds:
