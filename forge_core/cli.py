@@ -106,14 +106,9 @@ def _disable(ctx: click.Context, _: click.Parameter, distributions: tuple[str, .
 def _print_versions(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
     if not wanted or ctx.resilient_parsing:
         return
-    from importlib.metadata import PackageNotFoundError, version
+    from forge_core.registry.entry_points import API_MINOR, ENTRY_POINT_GROUP, installed
 
-    from forge_core.registry.entry_points import API_MINOR, ENTRY_POINT_GROUP
-
-    try:
-        torch = f"torch {version('torch')}"  # its metadata: importing it takes a second
-    except PackageNotFoundError:
-        torch = "no torch"
+    torch = f"torch {version}" if (version := installed("torch")) else "no torch"  # importing it takes a second
     api = f"plugin API {ENTRY_POINT_GROUP.removeprefix('forge.v')}.{API_MINOR}"
     click.echo(f"forge-core {__version__} ({api}), Python {sys.version.split()[0]}, {torch}")
     plugins = ", ".join(f"{plugin.distribution}-{plugin.version}" for plugin in ctx.obj.catalog().plugins)
