@@ -18,7 +18,7 @@ from cattrs import Converter
 
 from forge_core.config.describe import describe, one_of
 from forge_core.config.problems import MAX_SHOWN, InvalidError, Problem
-from forge_core.config.shorthands import as_written, expanded
+from forge_core.config.shorthands import as_written
 from forge_core.config.validators import violations
 from forge_core.contracts.component_ref import ComponentRef
 from forge_core.errors import ConfigError, PluginError, nearest, nearest_hint, with_article
@@ -195,7 +195,8 @@ class _StrictConverter(Converter):
         written: Mapping[str, str] = {}
         try:
             with output_of(provided.plugin.distribution):
-                keys, written = expanded(cls, keys)
+                if hasattr(cls, "expand"):
+                    keys, written = cls.expand(keys)
                 return self.structure(keys, cls), {**written, **shorthand}
         except InvalidError as error:
             raise InvalidError(
