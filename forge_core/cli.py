@@ -14,7 +14,7 @@ import click
 from forge_core import __version__
 from forge_core.commands.invocation import Invocation, load_command
 from forge_core.config.describe import printable
-from forge_core.errors import ExitCode, ForgeError
+from forge_core.errors import ExitCode, ForgeError, exit_code_of
 from forge_core.registry.hookspecs import CORE_COMMANDS
 from forge_core.registry.plugin_files import TRUST_VARIABLE
 
@@ -66,13 +66,13 @@ class ForgeGroup(click.Group):
         return super().parse_args(ctx, ["completion", "--install", *args[1:]] if installs else args)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return [*(command.name for command in CORE_COMMANDS), *sorted(_invocation(ctx).catalog().commands)]
+        return [*(command.name for command in CORE_COMMANDS), *sorted(ctx.obj.catalog().commands)]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         for command in CORE_COMMANDS:
             if command.name == cmd_name:
                 return load_command(command, "forge-core")
-        found = _invocation(ctx).catalog().command(cmd_name)
+        found = ctx.obj.catalog().command(cmd_name)
         return load_command(found[0], found[1].distribution) if found else None
 
     def resolve_command(
@@ -84,10 +84,10 @@ class ForgeGroup(click.Group):
         from forge_core.registry.suggestions import why_no_command
 
         core = (command.name for command in CORE_COMMANDS)
-        raise click.UsageError(why_no_command(_invocation(ctx).catalog(), name, core), ctx)
+        raise click.UsageError(why_no_command(ctx.obj.catalog(), name, core), ctx)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        catalog = _invocation(ctx).catalog()
+        catalog = ctx.obj.catalog()
         with formatter.section("Commands"):
             formatter.write_dl([(command.name, command.summary) for command in CORE_COMMANDS])
         rows = [(name, f"{one.summary}  [{owner.distribution}]") for name, (one, owner) in catalog.commands.items()]
@@ -100,23 +100,18 @@ class ForgeGroup(click.Group):
 
 
 def _disable(ctx: click.Context, _: click.Parameter, distributions: tuple[str, ...]) -> None:
-    _invocation(ctx).disabled = distributions
+    ctx.obj.disabled = distributions
 
 
 def _print_versions(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
     if not wanted or ctx.resilient_parsing:
         return
-    from importlib.metadata import PackageNotFoundError, version
+    from forge_core.registry.entry_points import API_MINOR, ENTRY_POINT_GROUP, installed
 
-    from forge_core.registry.entry_points import API_MINOR, ENTRY_POINT_GROUP
-
-    try:
-        torch = f"torch {version('torch')}"  # its metadata: importing it takes a second
-    except PackageNotFoundError:
-        torch = "no torch"
+    torch = f"torch {version}" if (version := installed("torch")) else "no torch"  # importing it takes a second
     api = f"plugin API {ENTRY_POINT_GROUP.removeprefix('forge.v')}.{API_MINOR}"
     click.echo(f"forge-core {__version__} ({api}), Python {sys.version.split()[0]}, {torch}")
-    plugins = ", ".join(f"{plugin.distribution}-{plugin.version}" for plugin in _invocation(ctx).catalog().plugins)
+    plugins = ", ".join(f"{plugin.distribution}-{plugin.version}" for plugin in ctx.obj.catalog().plugins)
     click.echo(f"plugins: {plugins or 'none'}")
     ctx.exit()
 
@@ -162,12 +157,6 @@ def _take(flag: str, arguments: Sequence[str]) -> tuple[list[str], bool]:
     return [*ours, *arguments[end:]], len(ours) < end
 
 
-def _invocation(ctx: click.Context) -> Invocation:
-    invocation = ctx.find_object(Invocation)
-    assert invocation is not None, "main() passes it"
-    return invocation
-
-
 def _meant(error: click.ClickException) -> str:
     """The nearest of the values that an option takes, of which click only says which there are."""
     choice = error.param.type if isinstance(error, click.BadParameter) and error.param is not None else None
@@ -192,7 +181,7 @@ def _report(error: BaseException, debug: bool) -> int:
     if not expected and not debug:
         click.echo(_place_of(error), err=True)
         click.echo("re-run with --debug for the traceback; it is a bug in Forge or in a plugin", err=True)
-    return error.exit_code if isinstance(error, ForgeError) else ExitCode.UNEXPECTED
+    return exit_code_of(error)
 
 
 def _place_of(error: BaseException) -> str:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Mapping
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from forge_core.config.diff import Difference, differences
 from forge_core.errors import ConfigError, and_more
+from forge_core.registry.entry_points import installed as installed
 from forge_core.registry.plugin_files import PROVIDER
 
 _FIXED = (
@@ -79,14 +79,6 @@ def plugins_changed(versions: Mapping[str, str], used: Collection[str]) -> list[
         for name in sorted(used)
         if name in versions and (now := installed(name)) not in (None, versions[name])
     ]
-
-
-def installed(distribution: str) -> str | None:
-    """Its version here."""
-    try:
-        return version(distribution)
-    except PackageNotFoundError:
-        return None
 
 
 def _is_within(key: str, section: str) -> bool:

@@ -4,26 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from forge_core.checkpoint.compatibility import installed
 from forge_core.contracts.callback import Callback
+from forge_core.contracts.tracker import Tracker
 from forge_core.errors import ForgeError, PluginError
 
-
-class Stateful(Protocol):
-    """The part of a callback or tracker that is saved."""
-
-    @property
-    def state_version(self) -> int: ...
-
-    def state(self) -> Mapping[str, Any]: ...
-
-    def load_state(self, state: Mapping[str, Any], version: int) -> None: ...
-
-
+Stateful = Callback | Tracker
 S = TypeVar("S")
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePath
-from types import UnionType
-from typing import Any, TypeVar, Union, get_args, get_origin
+from typing import Any, TypeVar
 
 import attrs
 from attrs.validators import ge, le, lt, min_len, optional
@@ -230,22 +229,9 @@ def _problem(folder: Path, state_class: type[ModelState], job_class: type[ModelJ
 
 
 def _structured(table: Mapping[str, Any], cls: type[T], file: str) -> T:
+    """Other versions, and components, have more to say than is looked at."""
     try:
-        return structure(_known(table, cls), cls, Catalog([]))
+        return structure(table, cls, Catalog([]), ignores_unknown=True)
     except InvalidError as error:
         more = f" (and {len(error.problems) - 1} more)" if len(error.problems) > 1 else ""
         raise DamagedError(f"{file}: {str(error.problems[0])[:300]}{more}") from None
-
-
-def _known(table: Any, cls: Any) -> Any:
-    """Without the keys that ``cls`` has not: other versions, and components, have more to say than is looked at."""
-    if not isinstance(table, Mapping):
-        return table
-    fields = attrs.fields_dict(attrs.resolve_types(cls))
-    known = {key: table[key] for key in fields if key in table}
-    for key, value in known.items():
-        annotation: Any = fields[key].type
-        choices = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
-        for one in filter(attrs.has, choices):
-            known[key] = _known(value, one)
-    return known

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 import attrs
 
@@ -20,6 +19,7 @@ if TYPE_CHECKING:
     from forge_core.checkpoint.saver import Snapshot
     from forge_core.checkpoint.store import Checkpoint
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -81,9 +81,11 @@ class RunMirror(NoMirror):
         self.place = mirror.place
 
     def steps(self, here: Sequence[int]) -> list[int]:
+        def available() -> list[int]:
+            return [*self._mirror.available()]
+
         try:
-            with self._named("available"):
-                return [*self._mirror.available()]
+            return self._call(available)
         except MirrorError as error:
             if self._section.on_failure == "stop" or not here:
                 raise
@@ -92,63 +94,50 @@ class RunMirror(NoMirror):
 
     def last_job(self) -> str | None:
         try:
-            with self._named("last_job"):
-                return self._mirror.last_job()
+            return self._call(self._mirror.last_job)
         except MirrorError:
             return None  # `steps` says so, and decides
 
     def open(self, step: int) -> Checkpoint | None:
-        with self._named("open"):
-            return self._mirror.open(step)
+        return self._call(self._mirror.open, step)
 
     def fetch(self, step: int, folder: Path) -> str | None:
-        with self._named("fetch"):
-            return self._mirror.fetch(step, folder)
+        return self._call(self._mirror.fetch, step, folder)
 
     def take_over(self, start: MirrorStart, copied: Callable[[float], None]) -> None:
         self._write_event, self._copied = start.write_event, copied
         start = attrs.evolve(start, copied=self._note_copy, failed=self._note_failure)
         try:
-            with self._named("begin"):
-                self._mirror.begin(start)
+            self._call(self._mirror.begin, start)
         except MirrorError as error:
             if not start.may_start_without:
-                with self._named("close"):
-                    self._mirror.close()
+                self._call(self._mirror.close)
                 raise
             self._say(f"{error}; training goes on, and it is tried again after the next save")
 
     def saved(self, path: Path) -> None:
-        with self._noted("saved"):
-            self._mirror.saved(path)
+        self._try(None, self._mirror.saved, path)
 
     def wants(self, step: int) -> bool:
-        answers = [False]
-        with self._noted("wants"):
-            answers.append(self._mirror.wants(step))
-        return answers[-1]
+        return self._try(False, self._mirror.wants, step)
 
     def keep(self, snapshot: Snapshot) -> None:
-        with self._noted("keep"):
-            self._mirror.keep(snapshot)
+        self._try(None, self._mirror.keep, snapshot)
 
     def wait_until_copied(self) -> None:
-        with self._noted("wait_until_copied"):
-            self._mirror.wait_until_copied()
+        self._try(None, self._mirror.wait_until_copied)
 
     def look(self) -> None:
-        with self._noted("look"):
-            self._mirror.look()
+        self._try(None, self._mirror.look)
 
     def may_remove(self, steps: Sequence[int], sizes: Mapping[int, int]) -> list[int]:
-        chosen: list[int] = []  # if it fails, what may not have been copied stays
-        with self._noted("may_remove"):
-            chosen += self._mirror.may_remove(steps, sizes)
-        return [step for step in chosen if step in steps]
+        def may_remove() -> list[int]:
+            return [step for step in self._mirror.may_remove(steps, sizes) if step in steps]
+
+        return self._try([], may_remove)  # if it fails, what may not have been copied stays
 
     def rolled_back(self, to: int) -> None:
-        with self._noted("rolled_back"):
-            self._mirror.rolled_back(to)
+        self._try(None, self._mirror.rolled_back, to)
 
     def refuse_if_failed(self) -> None:
         self.look()
@@ -162,24 +151,19 @@ class RunMirror(NoMirror):
     def finish_run(self) -> None:
         deadline = time.monotonic() + self._section.timeout
         self._finish_by(deadline)
-        tries_again = False
         before, self._failure = self._failure, None
-        with self._noted("try_again"):
-            tries_again = self._mirror.try_again()
-        if not tries_again:
+        if not self._try(False, self._mirror.try_again):
             self._failure = self._failure or before
         self._is_last_try = True
         self._finish_by(deadline)
         self.refuse_if_failed()
 
     def close(self) -> None:
-        with self._noted("close"):
-            self._mirror.close()
+        self._try(None, self._mirror.close)
         self.look()
 
     def _finish_by(self, deadline: float) -> None:
-        with self._noted("finish"):
-            self._mirror.finish(max(0.0, deadline - time.monotonic()))
+        self._try(None, self._mirror.finish, max(0.0, deadline - time.monotonic()))
         self.look()
 
     def _note_copy(self, step: int, n_bytes: int, seconds: float) -> None:
@@ -196,17 +180,17 @@ class RunMirror(NoMirror):
         else:
             self._say(f"{own}; training goes on, and it is tried again after the next save")
 
-    def _named(self, method: str) -> AbstractContextManager[None]:
-        return _naming(f"{self._words} fails in {method}", self._provider)
+    def _call(self, method: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        what = f"{self._words} fails in {method.__name__}"
+        return _named(what, self._provider, lambda: method(*args, **kwargs))
 
-    @contextmanager
-    def _noted(self, method: str) -> Iterator[None]:
-        """Same as ``_named``; the error is noted, since training may go on, and other ranks wait for this one."""
+    def _try(self, instead: T, method: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Same as ``_call``; an error is noted, since training may go on, and other ranks wait for this one."""
         try:
-            with self._named(method):
-                yield
+            return self._call(method, *args, **kwargs)
         except ForgeError as error:
             self._note_failure(self._newest(), error)
+            return instead
 
     def _newest(self) -> int:
         steps = (path.name.removeprefix("step_") for path in self._folder.glob("step_*"))
@@ -218,21 +202,16 @@ def mirror_of(use: ComponentRef, context: MirrorContext, build: ComponentBuilder
     words, run_on_rank0 = build.words_for(use), context.run_on_rank0
 
     def named_on_rank0(work: Callable[[], T]) -> T:
-        def named() -> T:
-            with _naming(f"{words} fails", use.provider):
-                return work()
-
-        return run_on_rank0(named)
+        return run_on_rank0(lambda: _named(f"{words} fails", use.provider, work))
 
     context = attrs.evolve(context, run_on_rank0=named_on_rank0)
     return RunMirror(build(use, context=context), context, words, use.provider)
 
 
-@contextmanager
-def _naming(what: str, provider: str) -> Iterator[None]:
-    """Turn errors that are none of Forge's into a sentence that names the component."""
+def _named(what: str, provider: str, work: Callable[[], T]) -> T:
+    """Do ``work``. Errors that are none of Forge's become a sentence that names the component."""
     try:
-        yield
+        return work()
     except ForgeError:
         raise
     except Exception as error:

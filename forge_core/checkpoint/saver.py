@@ -87,15 +87,6 @@ class Saved:
     """The seconds of these that training waited."""
 
 
-@attrs.frozen
-class _Outcome:
-    """How one rank's part in a save has ended."""
-
-    saved: Saved
-    is_group_lost: bool
-    """The other ranks could not be heard."""
-
-
 class Staging:
     """Copies of this rank's tensors in the host's memory, whose place is kept for the next time."""
 
@@ -169,7 +160,9 @@ class Saver:
         self._staging = Staging(device)
         self._thread: threading.Thread | None = None
         self._is_committed = False
-        self._outcome: _Outcome | None = None
+        self._is_group_lost = False
+        self._own: Saved | None = None
+        """How this rank's part in a save has ended."""
 
     @property
     def is_writing(self) -> bool:
@@ -198,15 +191,15 @@ class Saver:
 
     def finish(self) -> Saved | None:
         """Wait for the save that is under way, on all ranks. Returns how it ended, once; ``None`` if there was none."""
-        outcome = self._join()
-        return None if outcome is None else self._agreed(outcome)
+        own = self._join()
+        return None if own is None else self._agreed(own)
 
     def close(self) -> Saved | None:
         """After the last ``finish``; or when the run has failed, and the other ranks may be gone: waits for what this
         rank is writing, and returns how that ended as far as this rank knows."""
-        outcome = self._join()
+        own = self._join()
         self._staging.close()
-        return None if outcome is None else outcome.saved
+        return own
 
     def _are_shared(self, snapshot: Snapshot) -> bool:
         """Return whether a checkpoint before has the frozen tensors. All ranks get the answer of rank 0."""
@@ -214,30 +207,30 @@ class Saver:
         dist.broadcast_object_list(answer, src=0, group=self._group)
         return answer[0]
 
-    def _join(self) -> _Outcome | None:
+    def _join(self) -> Saved | None:
         self.wait_until_copied()
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-        outcome, self._outcome = self._outcome, None
-        return outcome
+        own, self._own = self._own, None
+        return own
 
-    def _agreed(self, own: _Outcome) -> Saved:
+    def _agreed(self, own: Saved) -> Saved:
         """The outcome on rank 0, which gives checkpoints their names. If ranks have lost each other in the group
         over which they save, as after one that was too slow, nothing more can be said over it, and they get another."""
         if dist.get_world_size() == 1:
-            return own.saved
-        error = own.saved.error
+            return own
+        error = own.error
         said = [None if error is None else str(error)]
         dist.broadcast_object_list(said, src=0)
-        if any_rank(own.is_group_lost)[0]:
+        if any_rank(self._is_group_lost)[0]:
             dist.destroy_process_group(self._group)
             self._group = self._new_group()
         if said[0] is None:
-            return attrs.evolve(own.saved, error=None)
+            return attrs.evolve(own, error=None)
         agreed = SaveError(said[0]) if error is None else type(error)(said[0])
         agreed.__cause__ = error
-        return attrs.evolve(own.saved, error=agreed)
+        return attrs.evolve(own, error=agreed)
 
     def _new_group(self) -> dist.ProcessGroup:
         limit = timedelta(seconds=self._timeout)
@@ -251,21 +244,20 @@ class Saver:
         started: float,
         blocked: float | None = None,
     ) -> None:
-        path, error, is_group_lost = self._store.folder(snapshot.step), None, False
-        self._is_committed = False
+        path, error = self._store.folder(snapshot.step), None
+        self._is_committed = self._is_group_lost = False
         try:
             self._write_and_commit(snapshot, tensors())
         except ForgeError as caught:  # on all ranks alike
             error = caught
         except Exception as caught:  # noqa: BLE001 - any failure is reported where training can hear it
-            is_group_lost = True
+            self._is_group_lost = True
             if not self._is_committed:
                 limit = f" (checkpoint.timeout = {self._timeout:g})" if dist.get_world_size() > 1 else ""
                 error = SaveError(f"{type(caught).__name__}: {caught}{limit}")
                 error.__cause__ = caught
         seconds = time.perf_counter() - started
-        saved = Saved(snapshot.step, path, error, seconds, seconds if blocked is None else blocked)
-        self._outcome = _Outcome(saved, is_group_lost)
+        self._own = Saved(snapshot.step, path, error, seconds, seconds if blocked is None else blocked)
 
     def _write_and_commit(self, snapshot: Snapshot, tensors: Mapping[str, torch.Tensor]) -> None:
         folder = self._store.unfinished_folder(snapshot.step, self._attempt)

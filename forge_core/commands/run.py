@@ -7,7 +7,6 @@ import os
 import shlex
 import sys
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +61,7 @@ def run(
         refuse_split_brain(os.environ, cluster=cluster)
         if max_restarts:
             raise ConfigError("--max-restarts belongs to --nproc; here, torchrun or a cluster starts the ranks: ask it")
-        _end(_explained(cluster, lambda: _run_here(obj, config, overrides, ranks, dry_run)))
+        _end(_run_here(obj, cluster, config, overrides, ranks, dry_run))
     if obj.nproc.isdecimal():  # what is wrong with the job is said before torch is imported, which takes seconds
         load_job(config, overrides, catalog=obj.catalog, world_size=int(obj.nproc) or None, options=options_of(run))
     with frozen_imports():
@@ -70,7 +69,7 @@ def run(
 
     world_size = processes_asked_for(obj.nproc)
     if world_size == 1 and max_restarts == 0:
-        _end(_run_here(obj, config, overrides, 1, dry_run))
+        _end(_run_here(obj, cluster, config, overrides, 1, dry_run))
     job = load_job(config, overrides, catalog=obj.catalog, world_size=world_size, options=options_of(run))
     os.environ["FORGE_DISABLE_PLUGINS"] = ",".join([*obj.disabled, os.environ.get("FORGE_DISABLE_PLUGINS", "")])
     options = [*(["--dry-run"] if dry_run else []), *(["--debug"] if obj.debug else [])]
@@ -85,17 +84,9 @@ def run(
     )
 
 
-def _explained(cluster: ClusterEnvironment, train: Callable[[], ExitCode]) -> ExitCode:
-    """With what the cluster knows about ranks that do not come together."""
-    try:
-        return train()
-    except NotJoinedError as error:
-        if sentence := cluster.explain(error):
-            error.add_note(sentence)
-        raise
-
-
-def _run_here(obj: Any, config: Path, overrides: tuple[str, ...], world_size: int, dry_run: bool) -> ExitCode:
+def _run_here(
+    obj: Any, cluster: ClusterEnvironment, config: Path, overrides: tuple[str, ...], world_size: int, dry_run: bool
+) -> ExitCode:
     with frozen_imports():
         import torch._dynamo  # noqa: F401 - torch's optimizers import it, if they are the first to do so
 
@@ -123,6 +114,8 @@ def _run_here(obj: Any, config: Path, overrides: tuple[str, ...], world_size: in
             )
     except ForgeError as error:
         code = error.exit_code
+        if isinstance(error, NotJoinedError) and (sentence := cluster.explain(error)):
+            error.add_note(sentence)
         if isinstance(error, ConfigProblems) and COMMAND not in os.environ:  # else it is a copy that a launcher made
             raise placed(error, config, overrides) from error
         raise

@@ -6,7 +6,7 @@ cattrs chooses a hook by type; the hooks are ours, since its own turn ``"false"`
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from enum import Enum
 from pathlib import Path
@@ -18,7 +18,7 @@ from cattrs import Converter
 
 from forge_core.config.describe import describe, one_of
 from forge_core.config.problems import MAX_SHOWN, InvalidError, Problem
-from forge_core.config.shorthands import as_written, expanded
+from forge_core.config.shorthands import as_written
 from forge_core.config.validators import violations
 from forge_core.contracts.component_ref import ComponentRef
 from forge_core.errors import ConfigError, PluginError, nearest, nearest_hint, with_article
@@ -28,42 +28,25 @@ from forge_core.registry.imports import load_reference
 from forge_core.registry.plugin_output import output_of
 
 T = TypeVar("T")
-Hook = Callable[[Any, Any], Any]
 
 EXPECTED_STRING = "expected a string"
 """How the sentence about a value that should have been quoted begins; the command line has a remedy of its own."""
 
 
-def structure(value: Any, cls: type[T], catalog: Catalog) -> T:
+def structure(value: Any, cls: type[T], catalog: Catalog, *, ignores_unknown: bool = False) -> T:
     """``value``, plain data as ``tomllib`` gives it, as an instance of ``cls``.
 
     Fields may be bool, int, float, str, ``Path``, ``Literal``, ``Enum``, arrays (tuple, list, frozenset, set), tables
     with free keys (``Mapping``), attrs classes, choices of a component (``Slot``), unions of these, and ``Any``.
 
+    Args:
+        ignores_unknown: whether tables may have keys that are no fields, which are left out.
+
     Raises:
         InvalidError: with every problem there is, except that the validators of a table wait for its types.
     """
-    converted: T = _structure(value, cls, strict_converter(catalog))
+    converted: T = _StrictConverter(catalog, ignores_unknown).structure(value, cls)
     return converted
-
-
-def strict_converter(catalog: Catalog) -> Converter:
-    """The converter that finds components in ``catalog``."""
-    converter = Converter()
-    for cls, hook in ((bool, _bool), (int, _int), (float, _float), (str, _str), (Path, _path)):
-        converter.register_structure_hook(cls, hook)
-    # cattrs asks the predicates in the reverse order, and all of them before its own.
-    converter.register_structure_hook_factory(_is_array, lambda cls: _array_hook(cls, converter))
-    converter.register_structure_hook_factory(_is_mapping, lambda cls: _mapping_hook(cls, converter, catalog))
-    converter.register_structure_hook_factory(_is_union, lambda cls: _union_hook(cls, converter))
-    converter.register_structure_hook_factory(
-        _is_literal, lambda cls: _choice_hook({one: one for one in get_args(cls)})
-    )
-    converter.register_structure_hook_factory(_is_table, lambda cls: _table_hook(cls, converter, catalog))
-    converter.register_structure_hook_factory(
-        lambda cls: slot_of(cls) is not None, lambda cls: _component_hook(cls, converter, catalog)
-    )
-    return converter
 
 
 def slot_of(annotation: Any) -> Slot | None:
@@ -78,10 +61,165 @@ def is_optional(annotation: Any) -> bool:
     return _is_union(annotation) and NoneType in get_args(annotation)
 
 
-def _structure(value: Any, cls: Any, converter: Converter) -> Any:
-    if isinstance(cls, type) and issubclass(cls, Enum):  # before cattrs, which takes a StrEnum for a string
-        return _choice_hook({member.value: member for member in cls})(value, cls)
-    return converter.structure(value, cls)
+class _StrictConverter(Converter):
+    """Finds components in ``catalog``."""
+
+    def __init__(self, catalog: Catalog, ignores_unknown: bool) -> None:
+        super().__init__()
+        self._catalog, self._ignores_unknown = catalog, ignores_unknown
+        for cls, hook in ((bool, _bool), (int, _int), (float, _float), (str, _str), (Path, _path)):
+            self.register_structure_hook(cls, hook)
+        # cattrs asks the predicates in the reverse order, and all of them before its own.
+        self.register_structure_hook_func(_is_array, self._array)
+        self.register_structure_hook_func(_is_mapping, self._mapping)
+        self.register_structure_hook_func(_is_union, self._union)
+        self.register_structure_hook_func(_is_literal, _literal)
+        self.register_structure_hook_func(_is_table, self._table)
+        self.register_structure_hook_func(lambda cls: slot_of(cls) is not None, self._component)
+
+    def structure(self, value: Any, cls: Any) -> Any:
+        """Same as cattrs', which takes a ``StrEnum`` for a string."""
+        if isinstance(cls, type) and issubclass(cls, Enum):
+            return _choice(value, {member.value: member for member in cls})
+        return super().structure(value, cls)
+
+    def _array(self, value: Any, cls: Any) -> Any:
+        origin, arguments = get_origin(cls) or cls, get_args(cls)
+        if isinstance(value, dict) and value and all(str(key).isdecimal() for key in value):
+            entry = next(iter(value))  # `optimizer.groups.0.lr_scale=0.5` changes an entry, and makes none
+            raise InvalidError.because(f"has no entries; '{entry}' is not one of them. Write them in the file first")
+        if not isinstance(value, (list, tuple)):
+            raise InvalidError.because(f"expected an array, got {describe(value)}", type="array")
+        fixed = issubclass(origin, tuple) and bool(arguments) and arguments[-1] is not Ellipsis
+        if fixed and len(value) != len(arguments):
+            why = f"expected an array of {len(arguments)}, got {describe(value)}"
+            raise InvalidError.because(why, type="array", minItems=len(arguments), maxItems=len(arguments))
+        types = arguments if fixed else [arguments[0] if arguments else Any] * len(value)
+        items = self._collect(enumerate(zip(value, types, strict=True)))
+        is_set = issubclass(origin, AbstractSet)
+        if is_set and len(set(items.values())) < len(items):
+            raise InvalidError.because("an entry is there twice", uniqueItems=True)
+        make = origin if origin in (set, list) else frozenset if is_set else tuple
+        return make(items.values())
+
+    def _mapping(self, value: Any, cls: Any) -> dict[Any, Any]:
+        value_type = get_args(cls)[1] if get_args(cls) else Any
+        if not isinstance(value, Mapping):
+            raise InvalidError.because(f"expected a table, got {describe(value)}", type="object")
+        if slot_of(value_type) is not None:
+            value = {key: _keyed_choice(key, item, value_type) for key, item in value.items()}
+        return self._collect((key, (item, value_type)) for key, item in value.items())
+
+    def _union(self, value: Any, cls: Any) -> Any:
+        if value is None and is_optional(cls):  # TOML cannot say it; data from elsewhere can
+            return None
+        members = [member for member in get_args(cls) if member is not NoneType]
+        errors = []
+        for member in members:
+            try:
+                return self.structure(value, member)
+            except InvalidError as error:
+                errors.append(error)
+        # What fails deep inside was the right member; otherwise the words for the whole union say most.
+        deepest = max(errors, key=lambda error: max(len(problem.path) for problem in error.problems))
+        if len(members) == 1 or any(problem.path for problem in deepest.problems):
+            raise deepest
+        allowed = [problem.allowed for error in errors for problem in error.problems if problem.allowed]
+        raise InvalidError.because(f"expected {_a(cls)}, got {describe(value)}", anyOf=allowed)
+
+    def _table(self, value: Any, cls: Any) -> Any:
+        if isinstance(value, cls):
+            return value
+        if not isinstance(value, Mapping):
+            raise InvalidError.because(f"expected a table, got {describe(value)}", type="object")
+        fields = {field.alias: field for field in attrs.fields(attrs.resolve_types(cls)) if field.init}
+        given = {key: (value[key], field.type) for key, field in fields.items() if key in value}
+        missing = {key: field for key, field in fields.items() if key not in value and field.default is attrs.NOTHING}
+        for key, field in [*missing.items()]:
+            slot = slot_of(field.type)
+            if slot is not None and slot.default is not None:
+                given[key] = ({"name": slot.default}, field.type)
+                del missing[key]
+        problems = [] if self._ignores_unknown else _unknown_keys(value, fields, missing)
+        problems += [_is_required(key, field.type, self._catalog) for key, field in missing.items()]
+        converted = {}
+        try:
+            converted = self._collect(given.items())
+        except InvalidError as error:
+            problems += error.problems
+        if problems:
+            raise InvalidError(problems)
+        try:
+            with attrs.validators.disabled():
+                config = cls(**converted)
+        except (ValueError, ConfigError) as error:  # a converter or __attrs_post_init__ of the class
+            raise InvalidError.because(str(error)) from error
+        _validate(config, fields)
+        return config
+
+    def _component(self, value: Any, annotation: Any) -> ComponentRef | None:
+        if value is None and is_optional(annotation):
+            return None
+        if isinstance(value, ComponentRef):
+            return value
+        slot = slot_of(annotation)
+        assert slot is not None, "it is why cattrs calls this"
+        table, shorthand = _component_table(value, slot, self._catalog)
+        name = table.get("name", slot.default)
+        if name is None:
+            raise InvalidError.because(f"needs {_naming(slot, self._catalog)}", **_names(slot, self._catalog))
+        if not isinstance(name, str):
+            allowed, why = _names(slot, self._catalog), f"{EXPECTED_STRING}, got {describe(name)}"
+            raise InvalidError([Problem(("name",), why, allowed=allowed)])
+        try:
+            provided = self._catalog.lookup(slot.kind, name)
+            cls, takes = config_class(provided, self._catalog.kinds[slot.kind])
+        except (ConfigError, PluginError) as error:
+            raise InvalidError([Problem((), str(error), at=("name",), allowed=_names(slot, self._catalog))]) from error
+        keys = {key: item for key, item in table.items() if key != "name"}
+        config, written = self._configure(keys, shorthand, cls, provided)
+        return ComponentRef(
+            kind=slot.kind,
+            name=provided.component.name,
+            provider=provided.plugin.distribution,
+            factory=provided.component.factory,
+            config=config,
+            takes=takes,
+            written=written,
+        )
+
+    def _configure(
+        self, keys: Mapping[str, Any], shorthand: Mapping[str, str], cls: type, provided: CatalogEntry
+    ) -> tuple[Any, Mapping[str, str]]:
+        """The config, and ``ComponentRef.written``."""
+        written: Mapping[str, str] = {}
+        try:
+            with output_of(provided.plugin.distribution):
+                if hasattr(cls, "expand"):
+                    keys, written = cls.expand(keys)
+                return self.structure(keys, cls), {**written, **shorthand}
+        except InvalidError as error:
+            raise InvalidError(
+                [one.moved(lambda path: as_written(as_written(path, written), shorthand)) for one in error.problems]
+            ) from error
+        except Exception as error:
+            plugin, source = provided.plugin, provided.component.config or provided.component.factory
+            raise InvalidError.because(
+                f"{plugin}: the config class '{source}' fails ({type(error).__name__}: {error}). "
+                f"This is a bug in {plugin.distribution}."
+            ) from error
+
+    def _collect(self, entries: Iterable[tuple[Any, tuple[Any, Any]]]) -> dict[Any, Any]:
+        """Convert values under their keys, and raise the problems of all of them at the end."""
+        converted, problems = {}, []
+        for key, (value, cls) in entries:
+            try:
+                converted[key] = self.structure(value, cls)
+            except InvalidError as error:
+                problems += [problem.under(key) for problem in error.problems]
+        if problems:
+            raise InvalidError(problems)
+        return converted
 
 
 def _bool(value: Any, _: Any) -> bool:
@@ -141,16 +279,17 @@ def _is_literal(cls: Any) -> bool:
     return origin is Literal
 
 
-def _choice_hook(choices: Mapping[Any, Any]) -> Hook:
-    def hook(value: Any, _: Any) -> Any:
-        for choice, chosen in choices.items():
-            if type(choice) is type(value) and choice == value:
-                return chosen
-        hint = nearest_hint(value, [one for one in choices if isinstance(one, str)]) if isinstance(value, str) else ""
-        why = f"{describe(value)} is not allowed{hint or '.'} Choose one of: {one_of(choices)}."
-        raise InvalidError.because(why, enum=[*choices])
+def _literal(value: Any, cls: Any) -> Any:
+    return _choice(value, {one: one for one in get_args(cls)})
 
-    return hook
+
+def _choice(value: Any, choices: Mapping[Any, Any]) -> Any:
+    for choice, chosen in choices.items():
+        if type(choice) is type(value) and choice == value:
+            return chosen
+    hint = nearest_hint(value, [one for one in choices if isinstance(one, str)]) if isinstance(value, str) else ""
+    why = f"{describe(value)} is not allowed{hint or '.'} Choose one of: {one_of(choices)}."
+    raise InvalidError.because(why, enum=[*choices])
 
 
 def _is_array(cls: Any) -> bool:
@@ -158,46 +297,9 @@ def _is_array(cls: Any) -> bool:
     return isinstance(origin, type) and issubclass(origin, (Sequence, AbstractSet)) and not issubclass(origin, str)
 
 
-def _array_hook(cls: Any, converter: Converter) -> Hook:
-    origin, arguments = get_origin(cls) or cls, get_args(cls)
-    fixed = issubclass(origin, tuple) and bool(arguments) and arguments[-1] is not Ellipsis
-    make = set if origin is set else list if origin is list else frozenset if issubclass(origin, AbstractSet) else tuple
-
-    def hook(value: Any, _: Any) -> Any:
-        if isinstance(value, dict) and value and all(str(key).isdecimal() for key in value):
-            entry = next(iter(value))  # `optimizer.groups.0.lr_scale=0.5` changes an entry, and makes none
-            raise InvalidError.because(f"has no entries; '{entry}' is not one of them. Write them in the file first")
-        if not isinstance(value, (list, tuple)):
-            raise InvalidError.because(f"expected an array, got {describe(value)}", type="array")
-        if fixed and len(value) != len(arguments):
-            why = f"expected an array of {len(arguments)}, got {describe(value)}"
-            raise InvalidError.because(why, type="array", minItems=len(arguments), maxItems=len(arguments))
-        types = arguments if fixed else [arguments[0] if arguments else Any] * len(value)
-        items = _collect(converter, enumerate(zip(value, types, strict=True)))
-        if make in (set, frozenset) and len(set(items.values())) < len(items):
-            raise InvalidError.because("an entry is there twice", uniqueItems=True)
-        return make(items.values())
-
-    return hook
-
-
 def _is_mapping(cls: Any) -> bool:
     origin = get_origin(cls) or cls
     return isinstance(origin, type) and issubclass(origin, Mapping)
-
-
-def _mapping_hook(cls: Any, converter: Converter, catalog: Catalog) -> Hook:
-    value_type = get_args(cls)[1] if get_args(cls) else Any
-    slot = slot_of(value_type)
-
-    def hook(value: Any, _: Any) -> Any:
-        if not isinstance(value, Mapping):
-            raise InvalidError.because(f"expected a table, got {describe(value)}", type="object")
-        if slot is not None:
-            value = {key: _keyed_choice(key, item, value_type) for key, item in value.items()}
-        return _collect(converter, ((key, (item, value_type)) for key, item in value.items()))
-
-    return hook
 
 
 def _keyed_choice(key: str, value: Any, annotation: Any) -> Any:
@@ -209,82 +311,12 @@ def _keyed_choice(key: str, value: Any, annotation: Any) -> Any:
     return {"name": key, **value} if isinstance(value, Mapping) else value
 
 
-def _collect(converter: Converter, entries: Iterator[tuple[Any, tuple[Any, Any]]]) -> dict[Any, Any]:
-    """Convert values under their keys, and raise the problems of all of them at the end."""
-    converted, problems = {}, []
-    for key, (value, cls) in entries:
-        try:
-            converted[key] = _structure(value, cls, converter)
-        except InvalidError as error:
-            problems += [problem.under(key) for problem in error.problems]
-    if problems:
-        raise InvalidError(problems)
-    return converted
-
-
 def _is_union(cls: Any) -> bool:
     return get_origin(cls) in (Union, UnionType)
 
 
-def _union_hook(cls: Any, converter: Converter) -> Hook:
-    members = [member for member in get_args(cls) if member is not NoneType]
-
-    def hook(value: Any, _: Any) -> Any:
-        if value is None and is_optional(cls):  # TOML cannot say it; data from elsewhere can
-            return None
-        errors = []
-        for member in members:
-            try:
-                return _structure(value, member, converter)
-            except InvalidError as error:
-                errors.append(error)
-        # What fails deep inside was the right member; otherwise the words for the whole union say most.
-        deepest = max(errors, key=lambda error: max(len(problem.path) for problem in error.problems))
-        if len(members) == 1 or any(problem.path for problem in deepest.problems):
-            raise deepest
-        allowed = [problem.allowed for error in errors for problem in error.problems if problem.allowed]
-        raise InvalidError.because(f"expected {_a(cls)}, got {describe(value)}", anyOf=allowed)
-
-    return hook
-
-
 def _is_table(cls: Any) -> bool:
     return isinstance(cls, type) and attrs.has(cls)
-
-
-def _table_hook(cls: Any, converter: Converter, catalog: Catalog) -> Hook:
-    fields = {field.alias: field for field in attrs.fields(attrs.resolve_types(cls)) if field.init}
-
-    def hook(value: Any, _: Any) -> Any:
-        if isinstance(value, cls):
-            return value
-        if not isinstance(value, Mapping):
-            raise InvalidError.because(f"expected a table, got {describe(value)}", type="object")
-        given = {key: (value[key], field.type) for key, field in fields.items() if key in value}
-        missing = {key: field for key, field in fields.items() if key not in value and field.default is attrs.NOTHING}
-        for key, field in [*missing.items()]:
-            slot = slot_of(field.type)
-            if slot is not None and slot.default is not None:
-                given[key] = ({"name": slot.default}, field.type)
-                del missing[key]
-        problems = _unknown_keys(value, fields, missing)
-        problems += [_is_required(key, field.type, catalog) for key, field in missing.items()]
-        converted = {}
-        try:
-            converted = _collect(converter, iter(given.items()))
-        except InvalidError as error:
-            problems += error.problems
-        if problems:
-            raise InvalidError(problems)
-        try:
-            with attrs.validators.disabled():
-                config = cls(**converted)
-        except (ValueError, ConfigError) as error:  # a converter or __attrs_post_init__ of the class
-            raise InvalidError.because(str(error)) from error
-        _validate(config, fields)
-        return config
-
-    return hook
 
 
 def _unknown_keys(value: Mapping[str, Any], fields: Mapping[str, Any], missing: dict[str, Any]) -> list[Problem]:
@@ -322,42 +354,6 @@ def _validate(config: Any, fields: Mapping[str, Any]) -> None:
         raise crash
 
 
-def _component_hook(annotation: Any, converter: Converter, catalog: Catalog) -> Hook:
-    slot = slot_of(annotation)
-    assert slot is not None
-
-    def hook(value: Any, _: Any) -> ComponentRef | None:
-        if value is None and is_optional(annotation):
-            return None
-        if isinstance(value, ComponentRef):
-            return value
-        table, shorthand = _component_table(value, slot, catalog)
-        name = table.get("name", slot.default)
-        if name is None:
-            raise InvalidError.because(f"needs {_naming(slot, catalog)}", **_names(slot, catalog))
-        if not isinstance(name, str):
-            allowed, why = _names(slot, catalog), f"{EXPECTED_STRING}, got {describe(name)}"
-            raise InvalidError([Problem(("name",), why, allowed=allowed)])
-        try:
-            provided = catalog.lookup(slot.kind, name)
-            cls, takes = config_class(provided, catalog.kinds[slot.kind])
-        except (ConfigError, PluginError) as error:
-            raise InvalidError([Problem((), str(error), at=("name",), allowed=_names(slot, catalog))]) from error
-        keys = {key: item for key, item in table.items() if key != "name"}
-        config, written = _configure(keys, shorthand, cls, provided, converter)
-        return ComponentRef(
-            kind=slot.kind,
-            name=provided.component.name,
-            provider=provided.plugin.distribution,
-            factory=provided.component.factory,
-            config=config,
-            takes=takes,
-            written=written,
-        )
-
-    return hook
-
-
 def _component_table(value: Any, slot: Slot, catalog: Catalog) -> tuple[Mapping[str, Any], Mapping[str, str]]:
     """A component's table; and the shorthand, if a text was given for one of its keys."""
     if isinstance(value, str) and slot.text_key is not None:
@@ -383,37 +379,15 @@ def config_class(provided: CatalogEntry, kind: Kind) -> tuple[type, frozenset[st
         from forge_core.registry.signature import signature_of  # it parses source text, which not all jobs need
 
         try:
-            signature = signature_of(component.factory, kind)
+            return signature_of(component.factory, kind)
         except PluginError as error:
             raise PluginError(f"{plugin}: {error}") from error
-        return signature.keys, signature.takes
     cls = load_reference(component.config, what=what, owner=str(plugin))
     if not isinstance(cls, type) or not attrs.has(cls):
         raise PluginError(
             f"{plugin}: {what} '{component.config}' is not an attrs class. This is a bug in {plugin.distribution}."
         )
     return cls, None
-
-
-def _configure(
-    keys: Mapping[str, Any], shorthand: Mapping[str, str], cls: type, provided: CatalogEntry, converter: Converter
-) -> tuple[Any, Mapping[str, str]]:
-    """The config, and ``ComponentRef.written``."""
-    written: Mapping[str, str] = {}
-    try:
-        with output_of(provided.plugin.distribution):
-            keys, written = expanded(cls, keys)
-            return _structure(keys, cls, converter), {**written, **shorthand}
-    except InvalidError as error:
-        raise InvalidError(
-            [one.moved(lambda path: as_written(as_written(path, written), shorthand)) for one in error.problems]
-        ) from error
-    except Exception as error:
-        plugin, source = provided.plugin, provided.component.config or provided.component.factory
-        raise InvalidError.because(
-            f"{plugin}: the config class '{source}' fails ({type(error).__name__}: {error}). "
-            f"This is a bug in {plugin.distribution}."
-        ) from error
 
 
 def _naming(slot: Slot, catalog: Catalog) -> str:

@@ -12,6 +12,7 @@ import inspect
 import sys
 from collections.abc import Mapping, Sequence, Set
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType, NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -98,15 +99,10 @@ def _documented_fields(cls: type) -> dict[str, str]:
     if definition is None:
         return {}
     docs = {}
-    for field, below in zip(definition.body, definition.body[1:], strict=False):
-        if (
-            isinstance(field, ast.AnnAssign)
-            and isinstance(field.target, ast.Name)
-            and isinstance(below, ast.Expr)
-            and isinstance(below.value, ast.Constant)
-            and isinstance(below.value.value, str)
-        ):
-            docs[field.target.id] = inspect.cleandoc(below.value.value)
+    for statements in pairwise(definition.body):
+        match statements:
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                docs[name] = inspect.cleandoc(text)
     return docs
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import attrs
@@ -49,7 +50,7 @@ def with_overrides(
         ConfigProblems: a token is no setting, has no value, or leads to a place that does not exist.
     """
     overrides, problems = _parse(tokens, sections, options)
-    edited = Document(_copy(document.table), dict(document.locations))
+    edited = Document(copy.deepcopy(document.table), dict(document.locations))
     for override in sorted(overrides, key=lambda override: override.depth):
         location = Location(override.text, is_override=True)
         try:
@@ -190,9 +191,3 @@ def _key_in(holder: Any, part: str | int, path: KeyPath) -> str | int:
 def _forget(document: Document, path: KeyPath) -> None:
     for known in [known for known in document.locations if known[: len(path)] == path]:
         del document.locations[known]
-
-
-def _copy(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _copy(item) for key, item in value.items()}
-    return [_copy(item) for item in value] if isinstance(value, list) else value

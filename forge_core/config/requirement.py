@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from importlib.metadata import PackageNotFoundError, version
-
 from packaging.requirements import InvalidRequirement, Requirement
 
 from forge_core.errors import ConfigError
+from forge_core.registry.entry_points import installed
 
 
 def unmet(requirement: str) -> str | None:
@@ -22,10 +21,9 @@ def unmet(requirement: str) -> str | None:
     if asked is None or asked.extras or asked.marker or asked.url:
         raise ConfigError(f"'{requirement}' is not a requirement such as \"acme-routers>=0.3,<0.4\"")
     install = f"pip install '{requirement}'"
-    try:
-        installed = version(asked.name)
-    except PackageNotFoundError:
+    version = installed(asked.name)
+    if version is None:
         return f"{asked.name} is not installed: {install}"
-    if asked.specifier.contains(installed, prereleases=True):
+    if asked.specifier.contains(version, prereleases=True):
         return None
-    return f"asks for {requirement.strip()}, and {asked.name} {installed} is installed: {install}"
+    return f"asks for {requirement.strip()}, and {asked.name} {version} is installed: {install}"

@@ -3,21 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from forge_core.config.problems import KeyPath, key_path, key_text
-
-Table = Mapping[str, Any]
-
-
-def expanded(cls: type, table: Table) -> tuple[Table, Mapping[str, str]]:
-    """A component's table with its shorthands written out, and ``ComponentRef.written``: what was there for its
-    keys."""
-    expand = getattr(cls, "expand", None)
-    if expand is None:
-        return table, {}
-    made: tuple[Table, Mapping[str, str]] = expand(table)
-    return made
 
 
 def as_written(path: KeyPath, written: Mapping[str, str]) -> KeyPath:

@@ -22,35 +22,37 @@ def key_lines(tokens: Sequence[Token]) -> dict[KeyPath, int]:
 class _Scan:
     def __init__(self, tokens: Sequence[Token]) -> None:
         self.lines: dict[KeyPath, int] = {}
-        self._tokens = tokens
+        self._tokens = [*tokens, ("", 0)]
         self._next = 0
         self._tables_in: defaultdict[KeyPath, int] = defaultdict(int)
-        self._statements()
-
-    def _statements(self) -> None:
         table: KeyPath = ()
         while token := self._peek_past_newlines():
             if token == "[":
                 table = self._header()
             else:
-                self._value(self._key(table))
+                self._value(self._key(table, "="))
 
     def _header(self) -> KeyPath:
-        line = self._tokens[self._next][1]
-        brackets = 0
-        while self._peek() == "[":
+        _, line = self._take()
+        is_of_array = self._peek() == "["
+        if is_of_array:
             self._take()
-            brackets += 1
-        path: KeyPath = ()
-        while (token := self._take()) != "]":
-            if token != ".":
-                path = (*self._inside(path), _key_part(token))
-                self.lines.setdefault(path, line)
-        if brackets == 2:
+        path = self._key((), "]")
+        if is_of_array:
             self._take()
             self._tables_in[path] += 1
         path = self._inside(path)
         self.lines[path] = line
+        return path
+
+    def _key(self, table: KeyPath, end: str) -> KeyPath:
+        """The way to a key, up to the token behind it."""
+        path, behind = table, ""
+        while behind != end:
+            part, line = self._take()
+            path = (*self._inside(path), _key_part(part))
+            self.lines.setdefault(path, line)
+            behind, _ = self._take()
         return path
 
     def _inside(self, path: KeyPath) -> KeyPath:
@@ -58,57 +60,36 @@ class _Scan:
         count = self._tables_in.get(path, 0)
         return (*path, count - 1) if count else path
 
-    def _key(self, table: KeyPath) -> KeyPath:
-        path = table
-        while True:
-            line = self._tokens[self._next][1]
-            path = (*path, _key_part(self._take()))
-            self.lines.setdefault(path, line)
-            if self._take() == "=":
-                return path
-
     def _value(self, path: KeyPath) -> None:
-        if self._peek() == "[":
-            self._array(path)
-        elif self._peek() == "{":
-            self._inline_table(path)
-        else:
+        opening = self._peek()
+        if opening not in ("[", "{"):
             while self._peek() not in ("\n", ",", "]", "}", ""):
                 self._take()
-
-    def _array(self, path: KeyPath) -> None:
+            return
         self._take()
         index = 0
-        while (token := self._peek_past_newlines()) != "]":
+        while (token := self._peek_past_newlines()) not in ("]", "}"):
             if token == ",":
                 self._take()
                 index += 1
+            elif opening == "{":
+                self._value(self._key(path, "="))
             else:
                 self.lines[*path, index] = self._tokens[self._next][1]
                 self._value((*path, index))
         self._take()
 
-    def _inline_table(self, path: KeyPath) -> None:
-        self._take()
-        while (token := self._peek_past_newlines()) != "}":
-            if token == ",":
-                self._take()
-            else:
-                self._value(self._key(path))
-        self._take()
-
     def _peek(self) -> str:
-        return self._tokens[self._next][0] if self._next < len(self._tokens) else ""
+        return self._tokens[self._next][0]
 
     def _peek_past_newlines(self) -> str:
         while self._peek() == "\n":
             self._take()
         return self._peek()
 
-    def _take(self) -> str:
-        token = self._peek()
+    def _take(self) -> Token:
         self._next += 1
-        return token
+        return self._tokens[self._next - 1]
 
 
 def _key_part(token: str) -> str:

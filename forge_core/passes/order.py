@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable, Collection, Iterable, Mapping
 from graphlib import CycleError, TopologicalSorter
 from math import prod
@@ -51,26 +50,23 @@ def add_required(
             if capability not in served
         }
 
+    def add(wanted: CatalogEntry) -> None:
+        name = wanted.component.name
+        key = name if name not in passes else wanted.qualified_name
+        passes[key] = resolve("parallel_pass", wanted.qualified_name)
+
     # First what leaves no choice: a pass added for one capability may serve another that has several.
     for capability, candidates in unserved().items():
         wanted = [one for one in candidates if one.qualified_name not in switched_off]
         if len(wanted) == 1 and capability in unserved():
-            name = wanted[0].component.name
-            key = name if name not in passes else wanted[0].qualified_name
-            passes[key] = resolve("parallel_pass", wanted[0].qualified_name)
+            add(wanted[0])
     # Then what these cannot do without; what stays missing is reported where passes are sorted.
     while (needed := _needed(passes, catalog, switched_off)) is not None:
-        key = needed.component.name if needed.component.name not in passes else needed.qualified_name
-        passes[key] = resolve("parallel_pass", needed.qualified_name)
+        add(needed)
 
-    problems = [
-        Problem(
-            (),
-            _why_unserved(required[capability], capability, candidates, switched_off, catalog),
-            at=setting_of(capability),
-        )
-        for capability, candidates in unserved().items()
-    ]
+    for capability, candidates in unserved().items():
+        why = _why_unserved(required[capability], capability, candidates, switched_off, catalog)
+        problems.append(Problem((), why, at=setting_of(capability)))
     return job if problems else attrs.evolve(job, parallel=attrs.evolve(job.parallel, passes=passes)), problems
 
 
@@ -194,7 +190,8 @@ def _all_degrees(parallel: ParallelSection, world_size: int | None) -> dict[str,
 
 
 def _in_phases(job: Job, catalog: Catalog) -> list[Declaration]:
-    return sorted(_declarations(job.parallel.passes.values(), catalog), key=lambda one: _place(one[0], one[1]))
+    declared = _declarations(job.parallel.passes.values(), catalog)
+    return sorted(declared, key=lambda one: (_index(one[1].phase), one[1].name, one[0].provider))
 
 
 def _declarations(uses: Iterable[ComponentRef | None], catalog: Catalog) -> list[Declaration]:
@@ -205,10 +202,6 @@ def _declared(provided: CatalogEntry) -> PassComponent:
     component = provided.component
     assert isinstance(component, PassComponent), "discovery refuses anything else of this kind"
     return component
-
-
-def _place(use: ComponentRef, component: PassComponent) -> tuple[int, str, str]:
-    return _index(component.phase), component.name, use.provider
 
 
 def _index(phase: str) -> int:
@@ -302,27 +295,23 @@ def _against_phases(declared: Collection[Declaration]) -> list[Problem]:
 
 
 def _sorted_in_phase(declared: Collection[Declaration]) -> list[ComponentRef]:
-    """Topological order by ``after`` and ``before``; of several that could come next, the first by name does.
+    """By ``after`` and ``before``; of several that could come next, the first of ``declared`` does.
 
     Raises:
         CycleError: with the names of a cycle.
     """
     uses = {use.qualified_name: use for use, _ in declared}
-    graph: dict[str, set[str]] = {name: set() for name in uses}
-    for use, component in declared:
-        for other_use, other in declared:
-            if names_of(other) & set(component.after):
-                graph[use.qualified_name].add(other_use.qualified_name)
-            if names_of(other) & set(component.before):
-                graph[other_use.qualified_name].add(use.qualified_name)
-    sorter = TopologicalSorter(graph)
-    sorter.prepare()
-    order: list[ComponentRef] = []
-    ready: list[tuple[str, str]] = []
-    while sorter.is_active():
-        for name in sorter.get_ready():
-            heapq.heappush(ready, (uses[name].name, name))
-        _, smallest = heapq.heappop(ready)
-        order.append(uses[smallest])
-        sorter.done(smallest)
-    return order
+    earlier = {
+        use.qualified_name: {
+            other_use.qualified_name
+            for other_use, other in declared
+            if names_of(other) & set(component.after) or names_of(component) & set(other.before)
+        }
+        for use, component in declared
+    }
+    TopologicalSorter(earlier).prepare()
+    order: dict[str, ComponentRef] = {}
+    while len(order) < len(uses):
+        name = next(name for name in uses if name not in order and earlier[name] <= order.keys())
+        order[name] = uses[name]
+    return [*order.values()]

@@ -103,8 +103,15 @@ class Catalog:
         self.kinds: Mapping[str, Kind] = MappingProxyType(
             {kind.name: kind for kind in (*CORE_KINDS, *(kind for plugin in self.plugins for kind in plugin.kinds))}
         )
-        self._components = _by_name_and_alias(self.plugins)
-        self._commands = _by_command_name(self.plugins)
+        self._components: dict[tuple[str, str], tuple[CatalogEntry, ...]] = {}
+        """By kind and name, or alias."""
+        self._commands: dict[str, tuple[tuple[Command, Plugin], ...]] = {}
+        for plugin in self.plugins:
+            for kind, component in plugin.components:
+                for key in [(kind, name) for name in (component.name, *component.aliases)]:
+                    self._components[key] = (*self._components.get(key, ()), CatalogEntry(component, plugin))
+            for command in plugin.commands:
+                self._commands[command.name] = (*self._commands.get(command.name, ()), (command, plugin))
 
     @property
     def commands(self) -> Mapping[str, tuple[Command, Plugin]]:
@@ -200,17 +207,13 @@ class Catalog:
 
     def conflicts(self) -> list[NameConflict]:
         """Names that mean several things, sorted."""
-        conflicts = [
-            NameConflict(kind, name, tuple(one.plugin.distribution for one in found))
-            for (kind, name), found in self._components.items()
-            if len(found) > 1
+        providers = {key: [one.plugin for one in found] for key, found in self._components.items()}
+        providers |= {("command", name): [plugin for _, plugin in found] for name, found in self._commands.items()}
+        return [
+            NameConflict(kind, name, tuple(plugin.distribution for plugin in providers[kind, name]))
+            for kind, name in sorted(providers)
+            if len(providers[kind, name]) > 1
         ]
-        conflicts += [
-            NameConflict("command", name, tuple(plugin.distribution for _, plugin in found))
-            for name, found in self._commands.items()
-            if len(found) > 1
-        ]
-        return sorted(conflicts, key=lambda conflict: (conflict.kind, conflict.name))
 
     def _require_kind(self, kind: str) -> None:
         if kind not in self.kinds:
@@ -225,20 +228,3 @@ def is_importable(module: str) -> bool:
     from importlib.util import find_spec  # four milliseconds that only few components need
 
     return find_spec(module.partition(".")[0]) is not None
-
-
-def _by_name_and_alias(plugins: Iterable[Plugin]) -> dict[tuple[str, str], tuple[CatalogEntry, ...]]:
-    index: dict[tuple[str, str], tuple[CatalogEntry, ...]] = {}
-    for plugin in plugins:
-        for kind, component in plugin.components:
-            for name in (component.name, *component.aliases):
-                index[kind, name] = (*index.get((kind, name), ()), CatalogEntry(component, plugin))
-    return index
-
-
-def _by_command_name(plugins: Iterable[Plugin]) -> dict[str, tuple[tuple[Command, Plugin], ...]]:
-    index: dict[str, tuple[tuple[Command, Plugin], ...]] = {}
-    for plugin in plugins:
-        for command in plugin.commands:
-            index[command.name] = (*index.get(command.name, ()), (command, plugin))
-    return index

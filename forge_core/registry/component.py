@@ -20,23 +20,15 @@ _REFERENCE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
 
 def _is_name(_: object, attribute: attrs.Attribute[str], value: str) -> None:
-    if not isinstance(value, str) or not _NAME.fullmatch(value):
+    is_given = value != attribute.default  # some are empty if they are not given
+    if is_given and (not isinstance(value, str) or not _NAME.fullmatch(value)):
         raise ValueError(f"{attribute.name} must be lower-case words joined by '_' or '-', got {value!r}")
 
 
-def _is_name_or_empty(_: object, attribute: attrs.Attribute[str], value: str) -> None:
-    if value:
-        _is_name(None, attribute, value)
-
-
 def _is_reference(_: object, attribute: attrs.Attribute[str], value: str) -> None:
-    if not isinstance(value, str) or not _REFERENCE.fullmatch(value):
+    is_given = value != attribute.default
+    if is_given and (not isinstance(value, str) or not _REFERENCE.fullmatch(value)):
         raise ValueError(f'{attribute.name} must be an import path "package.module:Name", got {value!r}')
-
-
-def _is_reference_or_empty(_: object, attribute: attrs.Attribute[str], value: str) -> None:
-    if value:
-        _is_reference(None, attribute, value)
 
 
 def _is_summary(_: object, attribute: attrs.Attribute[str], value: str) -> None:
@@ -73,10 +65,10 @@ class Component:
     """One line for ``forge plugins`` and for error messages."""
     factory: str = attrs.field(validator=_is_reference)
     """``"package.module:callable"``; its signature is the kind's protocol in ``forge_core.contracts``."""
-    config: str = attrs.field(default="", validator=_is_reference_or_empty)
+    config: str = attrs.field(default="", validator=_is_reference)
     """``"package.module:Class"``, a frozen attrs class; the module may not import torch. Without it, the keys are the
     keyword-only parameters of the factory that its kind is not given."""
-    kind: str = attrs.field(default="", validator=_is_name_or_empty)
+    kind: str = attrs.field(default="", validator=_is_name)
     """The kind, of an entry of the list ``components`` of a plugin module; the hook says it of what it yields."""
     aliases: tuple[str, ...] = attrs.field(default=(), converter=_tuple, validator=_are_names)
     """Further names that resolve to this component."""
@@ -197,7 +189,7 @@ class Kind:
     contract: str = attrs.field(validator=_is_reference)
     """``"package.module:Class"``: the protocol of what a factory returns, for the documentation and the kit."""
     descriptor: type[Component] = Component
-    returns: str = attrs.field(default="", validator=_is_reference_or_empty)
+    returns: str = attrs.field(default="", validator=_is_reference)
     """``"package.module:Class"``, of which a factory must return an instance; empty if there is no such class."""
     optional: tuple[str, ...] = attrs.field(default=(), converter=_tuple)
     """Keywords that only those factories are given which take them."""
@@ -224,7 +216,7 @@ class Check:
     summary: str = attrs.field(validator=_is_summary)
     run: str = attrs.field(validator=_is_reference)
     """``"package.module:function"``, a ``CheckFunction`` of ``forge_core.contracts.check``. It may import torch."""
-    writes: str | None = attrs.field(default=None, validator=attrs.validators.optional(_is_reference))
+    writes: str | None = attrs.field(default=None, validator=_is_reference)
     """``"package.module:function"``, a ``WriteFacts``: gives a file of facts about this machine for
     ``forge doctor --init`` to write."""
 

@@ -11,7 +11,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from importlib import import_module
 from typing import Any, Literal, TypeVar
 
@@ -29,7 +29,7 @@ from forge_core.registry.entry_points import (
     canonical_distribution,
     plugin_entry_points,
 )
-from forge_core.registry.hookspecs import BESIDE_COMPONENTS, CORE_COMMANDS, CORE_KINDS, ForgeSpecs, specifications
+from forge_core.registry.hookspecs import BESIDE_COMPONENTS, CORE_COMMANDS, CORE_KINDS, ForgeSpecs
 from forge_core.registry.imports import HEAVY_MODULES
 from forge_core.registry.plugin_output import output_of
 
@@ -55,9 +55,9 @@ def discover(disable: Collection[str] = ()) -> Catalog:
     manager = pluggy.PluginManager("forge")
     manager.add_hookspecs(ForgeSpecs)
     _load(candidates, manager)
-    _add_kinds(candidates, manager)
-    _refuse_unknown_hooks(candidates, manager)
-    _collect(candidates, manager)
+    _refuse_duplicate_kinds(candidates)
+    _refuse_unknown_hooks(candidates)
+    _collect(candidates)
     return Catalog(candidate.plugin for candidate in candidates)
 
 
@@ -67,6 +67,8 @@ class _Candidate:
 
     announcement: PluginEntryPoint
     module: Any = None
+    hooks: Mapping[str, Sequence[pluggy.HookImpl]] = attrs.field(factory=dict)
+    """Its implementations, by the hook's name."""
     plugin: Plugin = attrs.field(init=False)
 
     def __attrs_post_init__(self) -> None:
@@ -89,6 +91,7 @@ class _Candidate:
             from traceback import format_exception
 
             trace = "".join(format_exception(error))
+        self.hooks = {}
         self.plugin = attrs.evolve(self.plugin, components=(), commands=(), checks=(), kinds=())
         self.plugin = attrs.evolve(self.plugin, status=status, reason=reason, traceback=trace)
 
@@ -143,6 +146,10 @@ class _Candidate:
             self.fail("broken", _sentence(error), error)
             return
         self.module = module
+        self.hooks = {
+            caller.name: [one for one in caller.get_hookimpls() if one.plugin_name == self.distribution]
+            for caller in manager.get_hookcallers(module) or ()
+        }
 
     def _check_version(self, stated: object) -> None:
         if stated is None:
@@ -161,15 +168,9 @@ def _load(candidates: Iterable[_Candidate], manager: pluggy.PluginManager) -> No
     for candidate in candidates:
         if candidate.plugin.status == "ok":
             candidate.load(manager)
-            kinds = _yielded(candidate, "forge_kinds", Kind, manager)
+            kinds = _yielded(candidate, "forge_kinds", Kind)
             if candidate.loaded:
                 candidate.plugin = attrs.evolve(candidate.plugin, kinds=tuple(kinds))
-
-
-def _add_kinds(candidates: Collection[_Candidate], manager: pluggy.PluginManager) -> None:
-    _refuse_duplicate_kinds(candidates)
-    for kind in [kind for candidate in candidates for kind in candidate.plugin.kinds]:
-        _specify(kind, {candidate.distribution: candidate for candidate in candidates}, manager)
 
 
 def _refuse_duplicate_kinds(candidates: Collection[_Candidate]) -> None:
@@ -192,52 +193,26 @@ def _refuse_duplicate_kinds(candidates: Collection[_Candidate]) -> None:
                 candidate.fail("broken", f"adds '{taken}' twice")
 
 
-def _specify(kind: Kind, candidates: Mapping[str, _Candidate], manager: pluggy.PluginManager) -> None:
-    """Add the hook of a kind. Implementations that do not fit are refused first: pluggy would stop at one of them."""
-    caller: pluggy.HookCaller | None = getattr(manager.hook, kind.hook, None)
-    for implementation in caller.get_hookimpls() if caller else ():
-        if implementation.argnames or implementation.wrapper or implementation.hookwrapper:
-            refused = candidates[implementation.plugin_name]
-            refused.fail("broken", f"{kind.hook} takes no arguments and may not be a wrapper")
-            manager.unregister(name=refused.distribution)
-    manager.add_hookspecs(specifications({kind.hook: kind.descriptor}))
-
-
-def _refuse_unknown_hooks(candidates: Collection[_Candidate], manager: pluggy.PluginManager) -> None:
-    known = _known_hooks(candidates)
+def _refuse_unknown_hooks(candidates: Collection[_Candidate]) -> None:
+    known = {*BESIDE_COMPONENTS, *(kind.hook for kind in _kinds(candidates))}
     for candidate in [candidate for candidate in candidates if candidate.loaded]:
-        implemented = {caller.name for caller in manager.get_hookcallers(candidate.module) or ()}
-        for hook in _unknown_hooks(candidate, known, manager):
+        implemented = candidate.hooks
+        needed = {hook for hook, found in implemented.items() if not all(one.optionalhook for one in found)}
+        for hook in sorted(needed - known):
             from forge_core.registry.suggestions import did_you_mean  # a dear import, for the sad path only
 
             optional = " If another plugin adds it, mark it @hookimpl(optionalhook=True)."
             candidate.fail("broken", f"unknown hook '{hook}'.{did_you_mean(hook, known, 0.8) or optional}")
-        for hook in sorted(known - implemented):
+        for hook in sorted(known - implemented.keys()):
             if inspect.isfunction(inspect.getattr_static(candidate.module, hook, None)):
                 candidate.fail("broken", f"{hook} is not marked with @hookimpl, and would never be called")
-
-
-def _known_hooks(candidates: Iterable[_Candidate]) -> set[str]:
-    return {*BESIDE_COMPONENTS, *(kind.hook for kind in _kinds(candidates))}
 
 
 def _kinds(candidates: Iterable[_Candidate]) -> list[Kind]:
     return [*CORE_KINDS, *(kind for candidate in candidates for kind in candidate.plugin.kinds)]
 
 
-def _unknown_hooks(candidate: _Candidate, known: Collection[str], manager: pluggy.PluginManager) -> list[str]:
-    """Hooks that the candidate implements, that have no specification, and that it does not call optional."""
-    if not candidate.loaded:
-        return []
-    return sorted(
-        caller.name
-        for caller in manager.get_hookcallers(candidate.module) or ()
-        if caller.name not in known
-        and not all(one.optionalhook for one in _implementations(candidate, caller.name, manager))
-    )
-
-
-def _collect(candidates: Collection[_Candidate], manager: pluggy.PluginManager) -> None:
+def _collect(candidates: Collection[_Candidate]) -> None:
     """Ask every plugin for what it has of each kind, and for its commands and checks."""
     loaded = [candidate for candidate in candidates if candidate.loaded]
     kinds = _kinds(loaded)
@@ -246,15 +221,15 @@ def _collect(candidates: Collection[_Candidate], manager: pluggy.PluginManager) 
         components = [
             (kind.name, component)
             for kind in kinds
-            for component in _distinct(candidate, kind.hook, kind.descriptor, manager, listed.get(kind.name, ()))
+            for component in _distinct(candidate, kind.hook, kind.descriptor, listed.get(kind.name, ()))
         ]
         for kind, component in components:
             if component.kind not in ("", kind):
                 candidate.fail("broken", f"a hook for {kind} yields '{component.name}', of the kind {component.kind}")
-        commands = _distinct(candidate, "forge_commands", Command, manager)
+        commands = _distinct(candidate, "forge_commands", Command)
         for name in sorted({one.name for one in commands} & {one.name for one in CORE_COMMANDS}):
             candidate.fail("broken", f"its command '{name}' would replace the core's")
-        checks = _distinct(candidate, "forge_checks", Check, manager)
+        checks = _distinct(candidate, "forge_checks", Check)
         if candidate.loaded:
             candidate.plugin = attrs.evolve(
                 candidate.plugin, components=tuple(components), commands=tuple(commands), checks=tuple(checks)
@@ -283,14 +258,10 @@ def _listed(candidate: _Candidate, kinds: Iterable[Kind]) -> dict[str, list[Comp
 
 
 def _distinct(
-    candidate: _Candidate,
-    hook: str,
-    expected: type[Description],
-    manager: pluggy.PluginManager,
-    listed: Iterable[Any] = (),
+    candidate: _Candidate, hook: str, expected: type[Description], listed: Iterable[Any] = ()
 ) -> list[Description]:
     """Return what ``_yielded`` gives, and what is listed; the plugin is broken if two of them have one name."""
-    found = [*_yielded(candidate, hook, expected, manager), *listed]
+    found = [*_yielded(candidate, hook, expected), *listed]
     names = [name for one in found for name in (one.name, *getattr(one, "aliases", ()))]
     for name in names:
         if names.count(name) > 1:
@@ -298,16 +269,17 @@ def _distinct(
     return found
 
 
-def _yielded(
-    candidate: _Candidate, hook: str, expected: type[Description], manager: pluggy.PluginManager
-) -> list[Description]:
+def _yielded(candidate: _Candidate, hook: str, expected: type[Description]) -> list[Description]:
     """The descriptions that one plugin's implementation yields; nothing, and the plugin is broken, if it fails or
     yields anything else.
 
     Generators run here, inside the ``try``, and not in pluggy, where one failure would discard everybody's results.
     """
     found: list[Description] = []
-    for implementation in _implementations(candidate, hook, manager):
+    for implementation in candidate.hooks.get(hook, ()):
+        if implementation.argnames:  # pluggy knows of the core's hooks alone
+            candidate.fail("broken", f"{hook} takes no arguments and may not be a wrapper")
+            return []
         try:
             if implementation.wrapper or implementation.hookwrapper:
                 raise PluginError("it may not be a wrapper")
@@ -338,13 +310,6 @@ def _version_in_source(path: str) -> str | None:
         return None
     stated = re.search(r"""^FORGE_API\s*=\s*["'](\d+\.\d+)["']""", source, re.MULTILINE)
     return stated[1] if stated else None
-
-
-def _implementations(candidate: _Candidate, hook: str, manager: pluggy.PluginManager) -> list[pluggy.HookImpl]:
-    caller: pluggy.HookCaller | None = getattr(manager.hook, hook, None)
-    if caller is None or not candidate.loaded:
-        return []
-    return [one for one in caller.get_hookimpls() if one.plugin_name == candidate.distribution]
 
 
 def _sentence(error: BaseException) -> str:

@@ -62,10 +62,17 @@ def extras_of(distribution: str) -> list[str]:
     """The optional parts that a distribution names; none if it is not installed."""
     from importlib import metadata  # for what is missing alone
 
+    return metadata.metadata(distribution).get_all("Provides-Extra") or [] if installed(distribution) else []
+
+
+def installed(distribution: str) -> str | None:
+    """Its version here."""
+    from importlib import metadata  # no plugin is found by it
+
     try:
-        return metadata.metadata(distribution).get_all("Provides-Extra") or []
+        return metadata.version(distribution)
     except metadata.PackageNotFoundError:
-        return []
+        return None
 
 
 def _installed_in(directory: str) -> Iterator[tuple[str, str, str]]:
@@ -80,11 +87,7 @@ def _installed_in(directory: str) -> Iterator[tuple[str, str, str]]:
 
 
 def _entry_points(file: str) -> Iterator[tuple[int, str, str]]:
-    try:
-        with open(file, encoding="utf-8") as lines:  # noqa: PTH123
-            text = lines.read()
-    except OSError:
-        return
+    text = _text(file)
     if "[forge.v" not in text:
         return
     major = None
@@ -98,12 +101,16 @@ def _entry_points(file: str) -> Iterator[tuple[int, str, str]]:
 
 
 def _core_of(file: str) -> str:
+    asked = _CORE.search(_text(file).partition("\n\n")[0])
+    return asked[1].strip(" ()") if asked else ""
+
+
+def _text(file: str) -> str:
     try:
-        with open(file, encoding="utf-8") as lines:  # noqa: PTH123
-            asked = _CORE.search(lines.read().partition("\n\n")[0])
+        with open(file, encoding="utf-8") as content:  # noqa: PTH123  # speed
+            return content.read()
     except OSError:
         return ""
-    return asked[1].strip(" ()") if asked else ""
 
 
 _CORE = re.compile(r"^Requires-Dist: forge[-_.]core\b([^;\n]*)$", re.M | re.I)

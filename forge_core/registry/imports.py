@@ -11,8 +11,6 @@ from forge_core.errors import ForgeError, PluginError
 from forge_core.registry.plugin_output import output_of
 
 if TYPE_CHECKING:
-    import ast
-    from collections.abc import Iterator
     from pathlib import Path
 
 HEAVY_MODULES = ("jax", "numpy", "tensorflow", "torch", "transformers")
@@ -59,15 +57,16 @@ def why_undefined(reference: str) -> str:
     if source is None or source.suffix != ".py" or not source.is_file():
         return ""
     text = source.read_text(encoding="utf-8", errors="replace")
-    if re.search(rf"^(?:async def|def|class)\s+{name}\b|^{name}\s*[:=]", text, re.MULTILINE):
+    if re.search(rf"^(?:async def|def|class)\s+{name}\b|^{name}\s*[:=]|^\s*from .* import \*", text, re.MULTILINE):
         return ""
-    import ast  # rarely needed: most factories are a class or a function
+    from symtable import symtable  # rarely needed: most factories are a class or a function
 
     try:
-        names = [*_defined_in(ast.parse(text).body)]
+        symbols = symtable(text, source.name, "exec").get_symbols()
     except SyntaxError as error:
         return f"{source.name}, line {error.lineno}: {error.msg}."
-    if name in names or not {"*", "__getattr__"}.isdisjoint(names):
+    names = [one.get_name() for one in symbols if one.is_assigned() or one.is_imported()]
+    if name in names or "__getattr__" in names:
         return ""
     from forge_core.registry.suggestions import did_you_mean
 
@@ -99,22 +98,3 @@ def source_of(package: str, inner: list[str]) -> Path | str | None:
     from forge_core.registry.suggestions import did_you_mean
 
     return f"there is no module '{'.'.join((package, *inner))}'.{did_you_mean(inner[-1], known)}"
-
-
-def _defined_in(body: list[ast.stmt]) -> Iterator[str]:
-    """The names that statements bind, those in ``if`` and ``try`` included; ``"*"`` for those of another module."""
-    import ast
-
-    for statement in body:
-        if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-            yield statement.name
-        elif isinstance(statement, (ast.Import, ast.ImportFrom)):
-            yield from ((one.asname or one.name).partition(".")[0] for one in statement.names)
-        else:
-            yield from (
-                one.id for one in ast.walk(statement) if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store)
-            )
-            for block in ("body", "orelse", "finalbody"):
-                yield from _defined_in(getattr(statement, block, []))
-            for handler in getattr(statement, "handlers", []):
-                yield from _defined_in(handler.body)

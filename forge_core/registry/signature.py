@@ -25,22 +25,15 @@ from forge_core.registry.component import DOC, Kind, Slot
 from forge_core.registry.module_source import ModuleSource
 
 
-@attrs.frozen
-class Signature:
-    """The signature of a factory."""
-
-    keys: type
-    """A frozen attrs class; its fields are the keys."""
-    takes: frozenset[str]
-    """The keyword parameters; with ``**``, any keyword is taken."""
-
-
 @cache  # two jobs with the same keys are equal
-def signature_of(factory: str, kind: Kind) -> Signature:
+def signature_of(factory: str, kind: Kind) -> tuple[type, frozenset[str]]:
     """Read the signature of a component of ``kind``.
 
     Args:
         factory: ``"package.module:Name"``, a function or a class.
+
+    Returns:
+        A frozen attrs class, whose fields are the keys; and the keyword parameters, with ``**`` if any is taken.
 
     Raises:
         PluginError: the source does not say it; the message names the parameter.
@@ -55,7 +48,7 @@ def signature_of(factory: str, kind: Kind) -> Signature:
     keys = {key: one.field(name) for key, one in parameters.items() if key not in {*given, "build", "**"}}
     made = attrs.make_class(name, keys, bases=(base,), frozen=True, kw_only=True)
     made.__module__, made.__doc__ = __name__, ast.get_docstring(definition) or ""
-    return Signature(made, frozenset(parameters))
+    return made, frozenset(parameters)
 
 
 def _given_to(kind: Kind) -> tuple[frozenset[str], type]:
