@@ -33,6 +33,7 @@ CPU = torch.device("cpu")
 TP = "parallel.tp=2"
 HALF = "train.batch_size=2"
 ONE_STEP = ['callbacks=[{name="logits_probe"}]', "train.steps=1", "scheduler.warmup_steps=0", "eval.interval=0"]
+POSITIONS = ["model.learned_positions=true", "model.norm=layernorm"]  # given once for all rows
 EVEN = "model.vocab_size=264"  # the vocabulary of bytes has 257 tokens, which no number of ranks divides
 
 
@@ -46,7 +47,7 @@ def launcher(tmp_path_factory: pytest.TempPathFactory) -> Launcher:
         Work("even-alone", 1, [EVEN]),
         Work("even-tp2-fsdp2", 4, [EVEN, TP, HALF]),
     ]
-    launcher.launch([attrs.evolve(work, settings=[*work.settings, *ONE_STEP]) for work in works])
+    launcher.launch([attrs.evolve(work, settings=[*work.settings, *POSITIONS, *ONE_STEP]) for work in works])
     assert launcher.failures == {}
     return launcher
 

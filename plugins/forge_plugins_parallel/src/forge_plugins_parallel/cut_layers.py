@@ -201,8 +201,12 @@ class Residual(CutLayer):
         if of_rows:
             output: torch.Tensor = whole(gather_tokens(hidden, self.ranks), *beside, **of_rows)
             return own_tokens(output, self.ranks)
-        own: torch.Tensor = whole(hidden, *(None if one is None else own_tokens(one, self.ranks) for one in beside))
+        own: torch.Tensor = whole(hidden, *(self._own(one, len(hidden)) for one in beside))
         return own
+
+    def _own(self, beside: torch.Tensor | None, rows: int) -> torch.Tensor | None:
+        """This rank's part of what is given for each row, or once for all rows."""
+        return None if beside is None else own_tokens(beside.expand(rows, *beside.shape[1:]), self.ranks)
 
 
 def sum_over_tp(module: Any, *names: str) -> None:

@@ -86,6 +86,7 @@ class TensorParallel:
             _cut(name, model.get_submodule(name), role, of_layer, mesh, shards, cut)
         _refuse_shared(model)
         if by_token:
+            _give_each_row_its_positions(model, [name for name, role in plan.items() if role == "embedding"])
             _cut_stage_ends(model, ranks)
             LEDGER.share_out_stream()
         return model, list(plan)
@@ -287,6 +288,19 @@ def _distribute(
             cut[id(whole)] = cut_one = distributed(whole, mesh, placement)
             cut[id(cut_one)] = cut_one
         setattr(module, name, cut[id(whole)])
+
+
+def _give_each_row_its_positions(model: nn.Module, embeddings: Sequence[str]) -> None:
+    """Positions may be given once for all rows, as ``(S,)`` or ``(1, S)``; a rank's tokens are of some rows."""
+    rows = 1
+
+    def count(_: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> None:
+        nonlocal rows
+        rows = len(given["tokens"] if "tokens" in given else args[0])
+
+    model.register_forward_pre_hook(count, with_kwargs=True)
+    for name in embeddings:
+        model.get_submodule(name).register_forward_pre_hook(lambda _, args: (args[0].expand(rows, -1), *args[1:]))
 
 
 def _cut_stage_ends(model: Any, ranks: Ranks) -> None:
