@@ -216,6 +216,13 @@ def test_nothing_is_copied_for_a_collective_of_several_sequences(rank_of_two: Pa
     assert (made.scatters, made.gathers, made.copies) == (18, 18, 0)
 
 
+def test_sequences_that_ranks_cannot_share_out_are_refused(rank_of_two: PassContext) -> None:
+    model, tokens = decoder(rank_of_two, {"name": "tensor_parallel"}), torch.zeros(2, 7, dtype=torch.int64)
+
+    with pytest.raises(ConfigError, match=r"tp = 2: sequences of 7 positions cannot be shared out evenly; give"):
+        model(tokens)
+
+
 def test_gradients_of_norms_and_biases_are_not_summed_in_backward(rank_of_two: PassContext) -> None:
     """But once per step: the loss alone sums something over ranks."""
     keys = {"norm": "layernorm", "attention_bias": "all", "qk_norm": True}

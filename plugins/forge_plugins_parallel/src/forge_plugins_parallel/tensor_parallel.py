@@ -45,7 +45,8 @@ from forge_plugins_parallel.cut_layers import (
 )
 from forge_plugins_parallel.tensor_layout import is_in_tower, is_norm, tensor_layout
 
-_ASYNC = "parallel.passes.tensor_parallel.async_tp"
+_KEY = "parallel.passes.tensor_parallel"
+_ASYNC = f"{_KEY}.async_tp"
 
 
 class TensorParallel:
@@ -86,7 +87,7 @@ class TensorParallel:
             _cut(name, model.get_submodule(name), role, of_layer, mesh, shards, cut)
         _refuse_shared(model)
         if by_token:
-            _give_each_row_its_positions(model, [name for name, role in plan.items() if role == "embedding"])
+            _watch_shapes(model, [name for name, role in plan.items() if role == "embedding"], ranks.size)
             _cut_stage_ends(model, ranks)
             LEDGER.share_out_stream()
         return model, list(plan)
@@ -290,15 +291,24 @@ def _distribute(
         setattr(module, name, cut[id(whole)])
 
 
-def _give_each_row_its_positions(model: nn.Module, embeddings: Sequence[str]) -> None:
-    """Positions may be given once for all rows, as ``(S,)`` or ``(1, S)``; a rank's tokens are of some rows."""
+def _watch_shapes(model: nn.Module, embeddings: Sequence[str], ranks: int) -> None:
+    """Positions may be given once for all rows, as ``(S,)`` or ``(1, S)``; a rank's tokens are of some rows.
+
+    Raises:
+        ConfigError: in a forward, of sequences that ranks cannot share out evenly.
+    """
     rows = 1
 
-    def count(_: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> None:
+    def look(_: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> None:
         nonlocal rows
-        rows = len(given["tokens"] if "tokens" in given else args[0])
+        rows, positions = (given["tokens"] if "tokens" in given else args[0]).shape[:2]
+        if positions % ranks:
+            raise ConfigError(
+                f"parallel.tp = {ranks}: sequences of {positions} positions cannot be shared out evenly; give as many "
+                f"as {ranks} divides, or set {_KEY}.sequence_parallel = false"
+            )
 
-    model.register_forward_pre_hook(count, with_kwargs=True)
+    model.register_forward_pre_hook(look, with_kwargs=True)
     for name in embeddings:
         model.get_submodule(name).register_forward_pre_hook(lambda _, args: (args[0].expand(rows, -1), *args[1:]))
 
@@ -363,7 +373,7 @@ def _refuse_uneven(name: str, features: int, what: str, ranks: Ranks) -> None:
 
 def _refuse_small_vocabulary(name: str, rows: int, ranks: Ranks) -> None:
     if problem := rank_without_rows(rows, ranks.size):
-        raise ConfigError(f"parallel.passes.tensor_parallel: {name}: {problem}")
+        raise ConfigError(f"{_KEY}: {name}: {problem}")
 
 
 def _refuse_special_embedding(name: str, module: nn.Embedding) -> None:
