@@ -233,6 +233,19 @@ def test_gradients_of_norms_and_biases_are_not_summed_in_backward(rank_of_two: P
     assert "blocks.3.feed_forward_norm.bias" in whole
 
 
+def test_an_embedding_looks_up_what_is_given_once_for_all_rows_and_tokens_further_ahead(
+    rank_of_two: PassContext,
+) -> None:
+    model = decoder(rank_of_two, {"name": "tensor_parallel"}, multi_token={"depths": 2})
+    tokens, given = torch.zeros(3, 8, dtype=torch.int64), []
+    model.embed.register_forward_hook(lambda _, __, output: given.append(output.shape))
+
+    model(tokens, targets=tokens, loss=LOSS)
+    model.embed(tokens[:1]), model.embed(tokens[0])
+
+    assert given == [(3, 4, 16), (3, 4, 2, 16), (3, 4, 16), (3, 4, 16)]
+
+
 def test_a_parameter_of_two_modules_one_of_which_sees_all_activations_is_refused(rank_of_two: PassContext) -> None:
     model = decoder(rank_of_two)
     plan = {name: role for name, role in model.parallel_plan().items() if role != "sequence"}

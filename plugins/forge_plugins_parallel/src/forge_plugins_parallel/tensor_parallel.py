@@ -298,9 +298,13 @@ def _give_each_row_its_positions(model: nn.Module, embeddings: Sequence[str]) ->
         nonlocal rows
         rows = len(given["tokens"] if "tokens" in given else args[0])
 
+    def repeat(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        ids = torch.atleast_2d(args[0])  # further tokens are (B, S, K)
+        return ids.expand(rows, *ids.shape[1:]), *args[1:]
+
     model.register_forward_pre_hook(count, with_kwargs=True)
     for name in embeddings:
-        model.get_submodule(name).register_forward_pre_hook(lambda _, args: (args[0].expand(rows, -1), *args[1:]))
+        model.get_submodule(name).register_forward_pre_hook(repeat)
 
 
 def _cut_stage_ends(model: Any, ranks: Ranks) -> None:
