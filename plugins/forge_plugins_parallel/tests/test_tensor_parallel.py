@@ -256,6 +256,16 @@ def test_a_parameter_of_two_modules_one_of_which_sees_all_activations_is_refused
         TensorParallel(TensorParallelConfig(sequence_parallel=False)).apply(model, rank_of_two)
 
 
+def test_a_layer_that_is_cut_within_a_module_that_is_whole_is_refused(rank_of_two: PassContext) -> None:
+    """The engine would add up the gradients of different parts."""
+    model = decoder(rank_of_two)
+    plan = model.parallel_plan()
+    model.parallel_plan = lambda: plan | {"blocks.1.feed_forward": "whole"}
+
+    with pytest.raises(PluginError, match=r"cuts blocks\.1\.feed_forward\.\w+, and gives a role to a module"):
+        TensorParallel(TensorParallelConfig()).apply(model, rank_of_two)
+
+
 def test_a_norm_over_all_heads_reads_and_gives_the_features_of_a_rank(rank_of_two: PassContext) -> None:
     model = decoder(rank_of_two, qk_norm=True, qk_norm_over="all")
     ends = TensorParallel(TensorParallelConfig()).layout(model)

@@ -18,7 +18,7 @@ import torch
 import torch.distributed._symmetric_memory as symmetric_memory
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Placement, Shard
+from torch.distributed.tensor import DTensor, Placement, Shard
 
 from forge_core.contracts.model import SHARD_ROLES, ShardRole, canonical_name, fits
 from forge_core.contracts.observation import Ends
@@ -84,6 +84,7 @@ class TensorParallel:
         for name, role in plan.items():
             of_layer = in_tower if is_in_tower(name, plan) else ranks
             _cut(name, model.get_submodule(name), role, of_layer, mesh, shards, cut)
+        _refuse_cut_within(model)
         _refuse_shared(model)
         if by_token:
             _give_each_row_its_positions(model, [name for name, role in plan.items() if role == "embedding"])
@@ -318,6 +319,16 @@ def _cut_stage_ends(model: Any, ranks: Ranks) -> None:
     if model.head is None and model.norm is None:
         last = within[-1] if within else model.embed
         last.register_forward_hook(lambda _, __, hidden: gather_copies_of_tokens(hidden, ranks))
+
+
+def _refuse_cut_within(model: nn.Module) -> None:
+    """The parts of a parameter that is cut are not to be added up."""
+    for name, module in model.named_modules():
+        if any(isinstance(getattr(module, one), DTensor) for one in getattr(module, "partial_gradients", {})):
+            raise PluginError(
+                f"{_class(model)}.parallel_plan cuts {name}, and gives a role to a module that it is in, by which all "
+                "in that is whole; remove one of the two roles"
+            )
 
 
 def _refuse_shared(model: nn.Module) -> None:
