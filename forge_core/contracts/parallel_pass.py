@@ -40,8 +40,9 @@ class ParallelPass(Protocol):
     A module that a pass makes impossible to compile as a part of one graph (what it exchanges depends on data) gets an
     attribute ``breaks_graph = True``.
 
-    A parameter that is whole on each rank along a mesh axis, and gets a part of its gradient on each, is summed by the
-    engine, once per step and in fp32: its module has an attribute ``partial_gradients``, such as ``{"bias": "tp"}``.
+    Where a parameter is whole on each rank along a mesh axis and gets a part of its gradient on each, the engine sums
+    the gradient, once per step and in fp32: its module has an attribute ``partial_gradients``, such as
+    ``{"bias": "tp"}``. All ranks of the axis must have a gradient of it, or none.
 
     A pass is driven by what the model declares (``forge_core.contracts.model``): its blocks, plans and roles. It may
     not ask for the class of a block nor look for attribute names of its own.

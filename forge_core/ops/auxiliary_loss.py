@@ -16,7 +16,7 @@ from forge_core.ops.accumulate import unchanged
 Place = Literal["stream", "read", "head"]
 """Where a value is computed from: the residual stream (what blocks, embeddings and ``row`` layers give), what layers
 cut by output read (what a norm gives), or what the head gives. Under tensor parallelism each rank has its share of the
-positions of the first, or a copy; of the second it has a copy, whose gradient is the sum over ranks; of the third too,
+tokens of the first, or a copy; of the second it has a copy, whose gradient is the sum over ranks; of the third too,
 but it goes on with the gradient of its own part of the vocabulary, as after the task loss."""
 
 
@@ -36,7 +36,7 @@ class AuxiliaryLedger:
         self._stream_is_shared_out = False
 
     def share_out_stream(self) -> None:
-        """Said by the pass that gives each rank along ``tp`` its share of the positions of the residual stream."""
+        """Said by the pass that gives each rank along ``tp`` its share of the tokens of the residual stream."""
         self._stream_is_shared_out = True
 
     def start_step(

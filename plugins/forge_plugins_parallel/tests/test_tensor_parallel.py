@@ -240,6 +240,19 @@ def test_gradients_of_norms_and_biases_are_not_summed_in_backward(rank_of_two: P
     assert "blocks.3.feed_forward_norm.bias" in whole
 
 
+def test_an_embedding_looks_up_what_is_given_once_for_all_rows_and_tokens_further_ahead(
+    rank_of_two: PassContext,
+) -> None:
+    model = decoder(rank_of_two, {"name": "tensor_parallel"}, multi_token={"depths": 2})
+    tokens, given = torch.zeros(3, 8, dtype=torch.int64), []
+    model.embed.register_forward_hook(lambda _, __, output: given.append(output.shape))
+
+    model(tokens, targets=tokens, loss=LOSS)
+    model.embed(tokens[:1]), model.embed(tokens[0])
+
+    assert given == [(3, 4, 16), (3, 4, 2, 16), (3, 4, 16), (3, 4, 16)]
+
+
 def test_a_parameter_of_two_modules_one_of_which_sees_all_activations_is_refused(rank_of_two: PassContext) -> None:
     model = decoder(rank_of_two)
     plan = {name: role for name, role in model.parallel_plan().items() if role != "sequence"}
@@ -248,6 +261,16 @@ def test_a_parameter_of_two_modules_one_of_which_sees_all_activations_is_refused
 
     with pytest.raises(PluginError, match=r"blocks\.0\.attention_norm and norm share the parameter weight"):
         TensorParallel(TensorParallelConfig(sequence_parallel=False)).apply(model, rank_of_two)
+
+
+def test_a_layer_that_is_cut_within_a_module_that_is_whole_is_refused(rank_of_two: PassContext) -> None:
+    """The engine would add up the gradients of different parts."""
+    model = decoder(rank_of_two)
+    plan = model.parallel_plan()
+    model.parallel_plan = lambda: plan | {"blocks.1.feed_forward": "whole"}
+
+    with pytest.raises(PluginError, match=r"cuts blocks\.1\.feed_forward\.\w+, and gives a role to a module"):
+        TensorParallel(TensorParallelConfig()).apply(model, rank_of_two)
 
 
 def test_a_norm_over_all_heads_reads_and_gives_the_features_of_a_rank(rank_of_two: PassContext) -> None:

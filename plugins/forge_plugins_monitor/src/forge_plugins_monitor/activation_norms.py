@@ -87,7 +87,7 @@ class ActivationNorms(Callback):
         return measure if self._is_traced else torch.compiler.disable(measure)
 
     def _report(self, run: RunContext) -> None:
-        """Sums are over ``tp`` as well: where ranks have other positions that is right, and where they have copies, so
+        """Sums are over ``tp`` as well: where ranks have other tokens that is right, and where they have copies, so
         many times the squares are divided by so many times the values."""
         sums, largest = self._measured[:_MAXIMUM], self._measured[_MAXIMUM]
         # a row for each rank, as the mesh adds up and knows no maximum

@@ -18,7 +18,7 @@ import torch
 import torch.distributed._symmetric_memory as symmetric_memory
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Placement, Shard
+from torch.distributed.tensor import DTensor, Placement, Shard
 
 from forge_core.contracts.model import SHARD_ROLES, ShardRole, canonical_name, fits
 from forge_core.contracts.observation import Ends
@@ -85,6 +85,7 @@ class TensorParallel:
         for name, role in plan.items():
             of_layer = in_tower if is_in_tower(name, plan) else ranks
             _cut(name, model.get_submodule(name), role, of_layer, mesh, shards, cut)
+        _refuse_cut_within(model)
         _refuse_shared(model)
         if by_token:
             _watch_shapes(model, [name for name, role in plan.items() if role == "embedding"], ranks.size)
@@ -308,9 +309,13 @@ def _watch_shapes(model: nn.Module, embeddings: Sequence[str], ranks: int) -> No
                 f"as {ranks} divides, or set {_KEY}.sequence_parallel = false"
             )
 
+    def repeat(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        ids = torch.atleast_2d(args[0])  # further tokens are (B, S, K)
+        return ids.expand(rows, *ids.shape[1:]), *args[1:]
+
     model.register_forward_pre_hook(look, with_kwargs=True)
     for name in embeddings:
-        model.get_submodule(name).register_forward_pre_hook(lambda _, args: (args[0].expand(rows, -1), *args[1:]))
+        model.get_submodule(name).register_forward_pre_hook(repeat)
 
 
 def _cut_stage_ends(model: Any, ranks: Ranks) -> None:
@@ -324,6 +329,16 @@ def _cut_stage_ends(model: Any, ranks: Ranks) -> None:
     if model.head is None and model.norm is None:
         last = within[-1] if within else model.embed
         last.register_forward_hook(lambda _, __, hidden: gather_copies_of_tokens(hidden, ranks))
+
+
+def _refuse_cut_within(model: nn.Module) -> None:
+    """The parts of a parameter that is cut are not to be added up."""
+    for name, module in model.named_modules():
+        if any(isinstance(getattr(module, one), DTensor) for one in getattr(module, "partial_gradients", {})):
+            raise PluginError(
+                f"{_class(model)}.parallel_plan cuts {name}, and gives a role to a module that it is in, by which all "
+                "in that is whole; remove one of the two roles"
+            )
 
 
 def _refuse_shared(model: nn.Module) -> None:
