@@ -366,12 +366,19 @@ def _all_gather(part: torch.Tensor, ranks: Ranks) -> torch.Tensor:
     """``(B, S / n, …)`` of each rank to ``(B, S, …)``."""
     if ranks.size == 1:
         return part.clone()
-    tokens = part.contiguous().flatten(0, 1)
     if ranks.fusible and torch.compiler.is_compiling():
-        whole: torch.Tensor = _fusible_gather(tokens, 0, ranks.group)
+        return _gather_fusibly(part.contiguous(), ranks)
+    return _gather(part.flatten(0, 1), ranks).flatten(0, 1).unflatten(0, (len(part), -1))
+
+
+def _gather_fusibly(part: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+    """Same as ``_all_gather``. The compiler fuses a gather with products that read its result in the shape it has."""
+    rows = len(part)
+    if rows % ranks.size == 0:  # whole sequences on each rank
+        whole: torch.Tensor = _fusible_gather(part.view(rows // ranks.size, -1, *part.shape[2:]), 0, ranks.group)
     else:
-        whole = _gather(tokens, ranks).flatten(0, 1)
-    return whole.unflatten(0, (len(part), -1))
+        whole = _fusible_gather(part.flatten(0, 1), 0, ranks.group).unflatten(0, (rows, -1))
+    return whole
 
 
 def _reduce_scatter(partial: torch.Tensor, ranks: Ranks) -> torch.Tensor:
