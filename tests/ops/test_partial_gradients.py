@@ -23,9 +23,6 @@ class ThreeRanks:
         self.sent.append((value.dtype, value.numel()))
         return value.mul_(3)
 
-    def gather_over(self, axis, value):
-        raise NotImplementedError
-
 
 @pytest.fixture
 def norms():

@@ -66,7 +66,8 @@ class TensorParallel:
 
         Raises:
             ConfigError: a layer cannot be cut into so many parts, or there is nothing that ``async_tp`` could overlap.
-            PluginError: the plan names modules that are not there, or of a kind that its role does not fit.
+            PluginError: the plan names modules that are not there, or of a kind that its role does not fit; or modules
+                of different roles hold one parameter.
         """
         plan = matched_plan(model)
         mesh = context.mesh.device_mesh["tp"]
@@ -293,7 +294,8 @@ def _distribute(
 
 
 def _watch_shapes(model: nn.Module, embeddings: Sequence[str], ranks: int) -> None:
-    """Positions may be given once for all rows, as ``(S,)`` or ``(1, S)``; a rank's tokens are of some rows.
+    """Look at what a forward is given. Positions may be given once for all rows, ``(S,)`` or ``(1, S)``; they are given
+    to each row, as a rank's tokens are of some rows.
 
     Raises:
         ConfigError: in a forward, of sequences that ranks cannot share out evenly.
