@@ -109,7 +109,10 @@ def test_parameter_groups_may_name_what_one_stage_holds(launcher, said):
     [
         (["train.grad_accumulation=1"], "fewer microbatches than the pipeline has ranks; set it to at least 2"),
         (pipeline("ZBVZeroBuble"), "'ZBVZeroBubble'"),
-        (pipeline("DualPipeV", "parallel.passes.compile=true"), '"DualPipeV" cannot be combined with'),
+        (
+            pipeline("DualPipeV", "parallel.passes.fsdp.reshard_after_forward=always"),
+            '"DualPipeV" cannot be combined with reshard_after_forward = "always"',
+        ),
     ],
 )
 def test_what_cannot_be_a_pipeline_is_refused(tiny, capfd, overrides, sentence):

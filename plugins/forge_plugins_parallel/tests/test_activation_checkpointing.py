@@ -324,16 +324,28 @@ def test_what_forward_counts_is_counted_once(context, mode, compiled):
     assert counted == [2 * BATCH * LENGTH] * 3
 
 
-def test_a_backward_for_inputs_and_another_for_parameters_recompute_each(context):
+@pytest.fixture
+def of_a_split_backward(context):
+    schedule = builder().resolve("parallel_pass", {"name": "pipeline", "schedule": "ZBVZeroBubble"})
+    return attrs.evolve(
+        context, job=attrs.evolve(context.job, parallel=ParallelSection(pp=2, passes={"pipeline": schedule}))
+    )
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_a_backward_for_inputs_and_another_for_parameters_recompute_each(of_a_split_backward, mode):
     """As zero-bubble schedules do, also where a block counts something."""
-    plain, model = (applied(context, CountingModel, mode=mode)[0] for mode in ("none", "full"))
-    gradients = []
+    plain, model = (applied(of_a_split_backward, CountingModel, mode=mode)[0] for mode in ("none", mode))
+    gradients, made = [], []
     for one in (plain, model):
         loss, (first, *others) = forward(one), one.parameters()
-        gradients.append(torch.autograd.grad(loss, [first], retain_graph=True) + torch.autograd.grad(loss, others))
+        with Made() as products:
+            gradients.append(torch.autograd.grad(loss, [first], retain_graph=True) + torch.autograd.grad(loss, others))
+        made.append(products.count)
 
     for found, expected in zip(*reversed(gradients), strict=True):
         torch.testing.assert_close(found, expected)
+    assert (made[0] == made[1]) is (mode == "selective")
     assert [module.seen.item() for module in model.modules() if isinstance(module, Counting)] == [BATCH * LENGTH] * 3
 
 

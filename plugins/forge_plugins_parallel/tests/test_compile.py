@@ -27,7 +27,9 @@ def context(monkeypatch):
     """Graphs are traced as ever and then run as they are: C++ for them would take minutes and count the same."""
     compiled = nn.Module.compile
     monkeypatch.setattr(
-        nn.Module, "compile", lambda self, *, mode, fullgraph: compiled(self, backend="aot_eager", fullgraph=fullgraph)
+        nn.Module,
+        "compile",
+        lambda self, *, backend, mode, fullgraph: compiled(self, backend="aot_eager", fullgraph=fullgraph),
     )
     torch.compiler.reset()
     counters.clear()

@@ -34,7 +34,9 @@ def context(monkeypatch):
     """Graphs are traced as ever and then run as they are, as in test_compile."""
     compiled = nn.Module.compile
     monkeypatch.setattr(
-        nn.Module, "compile", lambda self, *, mode, fullgraph: compiled(self, backend="aot_eager", fullgraph=fullgraph)
+        nn.Module,
+        "compile",
+        lambda self, *, backend, mode, fullgraph: compiled(self, backend="aot_eager", fullgraph=fullgraph),
     )
     torch.compiler.reset()
     join_process_group(CPU)

@@ -532,6 +532,10 @@ CELLS: Mapping[str, Cell] = {
     "pp2-zero-bubble-v-penalised": Cell(2, pp2("ZBVZeroBubble"), "penalised"),
     "pp2-zero-bubble-v-auxiliary": Cell(2, pp2("ZBVZeroBubble"), "auxiliary"),
     "pp2-zero-bubble-v-ac-full": Cell(2, [*pp2("ZBVZeroBubble"), f"{AC}=true"]),
+    "pp2-zero-bubble-v-ac-selective": Cell(2, [*pp2("ZBVZeroBubble"), f"{AC}.mode=selective"]),
+    "pp2-interleaved-zero-bubble-fsdp2-ac-selective": Cell(
+        4, [*pp2("InterleavedZeroBubble", *TWO_SMALL_MICROBATCHES), f"{AC}.mode=selective"]
+    ),
     "pp2-zero-bubble-v-chunked": Cell(2, [*pp2("ZBVZeroBubble"), *CHUNKED]),
     "pp2-interleaved-bf16": Cell(2, pp2("Interleaved1F1B"), "bf16", BF16),
     "pp4": Cell(4, ["parallel.pp=4", *FOUR_MICROBATCHES]),
@@ -541,6 +545,27 @@ CELLS: Mapping[str, Cell] = {
     "pp2-tp2-dualpipe-v-packed": Cell(4, [*pp2("DualPipeV"), TP2], "packed"),
     "pp2-fsdp2-tp2": Cell(8, [*pp2("Interleaved1F1B", *TWO_SMALL_MICROBATCHES), TP2]),
     "pp2-mixture": Cell(2, pp2("1F1B"), "mixture"),
+    # backward compiled in two parts
+    "pp2-zero-bubble-v-compiled": Cell(2, [*pp2("ZBVZeroBubble"), f"{COMPILE}=true"]),
+    "pp2-interleaved-zero-bubble-compiled-tied": Cell(2, [*pp2("InterleavedZeroBubble"), f"{COMPILE}=true"], "tied"),
+    "pp2-dualpipe-v-compiled-packed": Cell(2, [*pp2("DualPipeV"), f"{COMPILE}=true"], "packed"),
+    "pp2-zero-bubble-v-compiled-auxiliary": Cell(2, [*pp2("ZBVZeroBubble"), f"{COMPILE}=true"], "auxiliary"),
+    "pp2-zero-bubble-v-compiled-penalised": Cell(2, [*pp2("ZBVZeroBubble"), f"{COMPILE}=true"], "penalised"),
+    "pp2-zero-bubble-v-compiled-ac-full": Cell(2, [*pp2("ZBVZeroBubble"), f"{COMPILE}=true", f"{AC}=true"]),
+    "pp2-zero-bubble-v-compiled-ac-selective": Cell(
+        2, [*pp2("ZBVZeroBubble"), f"{COMPILE}=true", f"{AC}.mode=selective"]
+    ),
+    "pp2-interleaved-zero-bubble-compiled-ac-budget": Cell(
+        2, [*pp2("InterleavedZeroBubble"), f"{COMPILE}=true", f"{AC}={{mode='budget', budget=0.5}}"]
+    ),
+    "pp2-zero-bubble-v-fsdp2-compiled-mixture": Cell(
+        4, [*pp2("ZBVZeroBubble", *TWO_SMALL_MICROBATCHES), f"{COMPILE}=true"], "mixture"
+    ),
+    "pp2-zero-bubble-v-fsdp2-compiled-bf16": Cell(
+        4, [*pp2("ZBVZeroBubble", *TWO_SMALL_MICROBATCHES), f"{COMPILE}=true"], "bf16", BF16
+    ),
+    "pp2-tp2-zero-bubble-v-compiled": Cell(4, [*pp2("ZBVZeroBubble"), TP2, f"{COMPILE}=true"]),
+    "cp2-pp2-zero-bubble-v-compiled": Cell(4, [CP2, *pp2("ZBVZeroBubble"), f"{COMPILE}=true"]),
     "pp2-zero-bubble-v-fsdp2-mixture": Cell(4, pp2("ZBVZeroBubble", *TWO_SMALL_MICROBATCHES), "mixture"),
     # context parallelism
     "cp2-mixture": Cell(2, [CP2], "mixture"),
@@ -676,6 +701,14 @@ CELLS: Mapping[str, Cell] = {
         2, [*TWO_SMALL_MICROBATCHES, EP2, OVERLAP, f"{EXPERTS}.chunks=2"], "moe expert choice"
     ),
     "moe-tp2-expert-choice-ac-full": Cell(2, [TP2, f"{AC}=true"], "moe expert choice"),
+    "moe-pp2-zero-bubble-v-compiled-ac-full": Cell(2, [*pp2("ZBVZeroBubble"), f"{COMPILE}=true", f"{AC}=true"], "moe"),
+    "moe-pp2-ep2-zero-bubble-v-compiled": Cell(
+        4, [*pp2("ZBVZeroBubble", *TWO_SMALL_MICROBATCHES), EP2, f"{COMPILE}=true"], "moe"
+    ),
+    "moe-pp2-dualpipe-v-ac-selective": Cell(2, [*pp2("DualPipeV"), f"{AC}.mode=selective"], "moe"),
+    "moe-pp2-dualpipe-v-compiled-ac-selective": Cell(
+        2, [*pp2("DualPipeV"), f"{COMPILE}=true", f"{AC}.mode=selective"], "moe"
+    ),
     # what predicts learns from detached hidden states, which zero-bubble schedules go through apart
     "moe-pp2-expert-choice": Cell(2, pp2("ZBVZeroBubble"), "moe expert choice"),
     "moe-tp2-capacity": Cell(2, [TP2], "moe capacity"),

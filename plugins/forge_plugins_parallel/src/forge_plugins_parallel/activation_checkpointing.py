@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from copy import copy
 from functools import partial
 from typing import Any, Literal
 
@@ -24,7 +25,7 @@ from torch.utils.checkpoint import (
 from forge_core.contracts.parallel_pass import PassContext
 from forge_core.errors import ConfigError
 from forge_plugins_parallel.activation_offload import offload
-from forge_plugins_parallel.config import ActivationCheckpointingConfig
+from forge_plugins_parallel.config import ActivationCheckpointingConfig, splits_backward
 from forge_plugins_parallel.kept_operations import KeptOperations
 from forge_plugins_parallel.recompute_choice import choose
 from forge_plugins_parallel.units import replace_unit, units_of
@@ -61,8 +62,9 @@ class ActivationCheckpointing:
         kept_by = {"selective": kept, "full": KeptOperations()}
         # one object for all blocks, which then share one compiled graph
         kept_by_compiler = {name: _with_attention(one, context) for name, one in kept_by.items()}
+        again = splits_backward(context.job)
         for name, recomputation in chosen.items():
-            block = _checkpointed(units[name], kept_by[recomputation], kept_by_compiler[recomputation])
+            block = _checkpointed(units[name], kept_by[recomputation], kept_by_compiler[recomputation], again=again)
             replace_unit(model, name, block)
         return model, list(chosen) or [""]
 
@@ -107,10 +109,16 @@ def _with_attention(kept: KeptOperations, context: PassContext) -> KeptOperation
     return attrs.evolve(kept, names=kept.names | {"aten._scaled_dot_product_flash_attention_for_cpu"})
 
 
-def _checkpointed(block: nn.Module, kept: KeptOperations, kept_by_compiler: KeptOperations) -> nn.Module:
+def _checkpointed(
+    block: nn.Module, kept: KeptOperations, kept_by_compiler: KeptOperations, *, again: bool
+) -> nn.Module:
     """``block``, recomputed in backward but for the results of the operations ``kept``, or if the block is compiled
-    of those of ``kept_by_compiler``."""
-    selective = partial(_keeping, kept) if kept.names else None
+    of those of ``kept_by_compiler``.
+
+    Args:
+        again: a forward has two backwards, for the input and for weights.
+    """
+    selective = partial(_keeping_for_two if again else _keeping, kept) if kept.names else None
     counting = [module for module in block.modules() if hasattr(module, "accumulators")]
     traced = {"context_fn": partial(_keeping, kept_by_compiler)} if kept_by_compiler.names else {}
     eager = {"context_fn": selective} if selective else {}
@@ -135,6 +143,27 @@ def _keeping(kept: KeptOperations) -> Contexts:
 
     contexts: Contexts = create_selective_checkpoint_contexts(policy)
     return contexts
+
+
+def _keeping_for_two(kept: KeptOperations) -> Contexts:
+    forward, recomputation = _keeping(kept)
+    return forward, _GivingOutAgain(recomputation)
+
+
+class _GivingOutAgain(AbstractContextManager[None]):
+    """Gives out what was kept in each backward, where torch does so in one."""
+
+    def __init__(self, recomputation: Any) -> None:
+        self._recomputation = recomputation
+        self._kept: dict[Any, Any] = {}
+
+    def __enter__(self) -> None:
+        self._kept = {operation: copy(results) for operation, results in self._recomputation.storage.items()}
+        self._recomputation.__enter__()
+
+    def __exit__(self, *raised: Any) -> None:
+        self._recomputation.__exit__(*raised)
+        self._recomputation.storage.update(self._kept)
 
 
 def _accumulating_once(contexts: Callable[[], Contexts], counting: Sequence[Any]) -> Contexts:

@@ -12,7 +12,8 @@ from torch._dynamo.utils import counters, get_compilation_metrics
 
 from forge_core.contracts.parallel_pass import PassContext
 from forge_core.errors import ConfigError
-from forge_plugins_parallel.config import CompileConfig
+from forge_plugins_parallel.config import CompileConfig, splits_backward
+from forge_plugins_parallel.split_backward import split_backward
 from forge_plugins_parallel.units import units_of
 
 logger = logging.getLogger(__name__)
@@ -28,11 +29,12 @@ class Compile:
     def apply(self, model: nn.Module, context: PassContext) -> tuple[nn.Module, Sequence[str]]:
         compiled = {"": model} if self._config.whole_model else units_of(model)
         guard = _RecompileGuard(stops=self._config.on_recompile == "error")
+        backend = split_backward if splits_backward(context.job) else "inductor"
         for name, module in compiled.items():
             fullgraph = self._config.fullgraph
             if fullgraph is None:
                 fullgraph = not any(getattr(part, "breaks_graph", False) for part in module.modules())
-            module.compile(mode=self._config.mode, fullgraph=fullgraph)
+            module.compile(backend=backend, mode=self._config.mode, fullgraph=fullgraph)
             if self._config.on_recompile != "ignore":
                 guard.watch(name, module)
         return model, list(compiled)

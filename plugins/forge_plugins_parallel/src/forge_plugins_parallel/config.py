@@ -2,12 +2,22 @@
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import attrs
 from attrs.validators import and_, ge, gt, le, min_len, optional
 
 from forge_core.config.sections import Job
+from forge_plugins_parallel.plugin import SPLIT_BACKWARD
+
+C = TypeVar("C")
+
+
+def config_in(job: Job, kind: type[C]) -> C | None:
+    """Return the config of a pass of this package by its class; ``None`` where the job does not have the pass."""
+    configs = (use.config for use in job.parallel.passes.values() if use is not None)
+    return next((config for config in configs if isinstance(config, kind)), None)
+
 
 _MODES = ("default", "max-autotune-no-cudagraphs")
 _MODES_WITH_CUDA_GRAPHS = {"reduce-overhead": "default", "max-autotune": "max-autotune-no-cudagraphs"}
@@ -281,6 +291,12 @@ def _names_operations(_: object, __: "attrs.Attribute[Any]", patterns: tuple[str
                 'must be names of operations as in "aten.mm", or patterns of them such as "*attention*"; '
                 f"got {pattern!r}"
             )
+
+
+def splits_backward(job: Job) -> bool:
+    """Return whether a stage computes gradients of its input and those of its weights at two times."""
+    pipeline = config_in(job, PipelineConfig)
+    return pipeline is not None and job.parallel.pp > 1 and pipeline.schedule in SPLIT_BACKWARD
 
 
 @attrs.frozen(kw_only=True)

@@ -6,7 +6,7 @@ from forge_core.api import Conflict, Need, PassComponent, hookimpl
 
 FORGE_API = "1.0"
 
-_SPLIT_BACKWARD = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+SPLIT_BACKWARD = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 """Schedules that run a stage's backward in two halves, first for its input, then for its weights."""
 
 
@@ -136,20 +136,9 @@ def forge_parallel_passes() -> Iterable[PassComponent]:
         phase="split",
         conflicts=(
             Conflict(
-                "activation_checkpointing",
-                "the schedule runs a backward for inputs and one for weights, and what was kept is given out only once",
-                when={"schedule": _SPLIT_BACKWARD},
-                other_when={"mode": "selective"},
-            ),
-            Conflict(
-                "compile",
-                "the schedule runs a backward for inputs and one for weights, and a compiled block has one for both",
-                when={"schedule": _SPLIT_BACKWARD},
-            ),
-            Conflict(
                 "fsdp",
                 "the schedule comes back to parameters after a backward for inputs, when they would be freed",
-                when={"schedule": _SPLIT_BACKWARD},
+                when={"schedule": SPLIT_BACKWARD},
                 other_when={"reshard_after_forward": "always"},
             ),
         ),

@@ -15,7 +15,7 @@ from forge_core.errors import ConfigError, ForgeError
 from forge_core.ops.local_tensor import local_tensor
 from forge_core.registry.catalog import Catalog
 from forge_plugins_parallel.activations import Activations, BlockActivations, measure_activations
-from forge_plugins_parallel.config import FullyShardConfig
+from forge_plugins_parallel.config import CompileConfig, FullyShardConfig, config_in
 from forge_plugins_parallel.end_units import end_units
 from forge_plugins_parallel.gradient_sums import sums_whole, whole_gradient_bytes
 from forge_plugins_parallel.kept_operations import KeptOperations
@@ -50,7 +50,7 @@ def choose(model: Any, context: PassContext, kept: KeptOperations, memory_gib: f
     memory = _memory(context, memory_gib)
     measured = _measured(model, context, kept)
     fixed = _states(model, context) + 2 * measured.outside + 2 * max(one.whole for one in measured.blocks.values())
-    compiled = "compile" in {use.name for use in context.job.parallel.passes.values() if use is not None}
+    compiled = config_in(context.job, CompileConfig) is not None
     needed = 0.0
     for choice in _candidates(list(measured.blocks), selective=bool(kept.names) and not compiled):
         needed = _most(fixed + _kept(measured.blocks, choice, compiled=compiled and bool(kept.names)))
@@ -119,8 +119,7 @@ def _states(model: Any, context: PassContext) -> float:
     if shards == 1:
         return 4.0 * own + own * _compute_dtype(job).itemsize / 4
     blocks = [sum(_size(parameter) for parameter in block.parameters()) for block in units_of(model).values()]
-    configs = [use.config for use in job.parallel.passes.values() if use is not None]
-    fsdp = next((one for one in configs if isinstance(one, FullyShardConfig)), FullyShardConfig())
+    fsdp = config_in(job, FullyShardConfig) or FullyShardConfig()
     freed = sum(blocks) - 2 * max(blocks)
     if fsdp.reshards(pp=context.mesh.degrees["pp"], is_whole=False):
         tables = [end for end in end_units(model) if not end.has_head]

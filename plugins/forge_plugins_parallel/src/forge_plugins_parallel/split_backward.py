@@ -1,0 +1,179 @@
+"""A backend of ``torch.compile`` for pipeline schedules that compute gradients of inputs and of parameters apart."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._functorch import config as functorch_config
+from torch._guards import TracingContext
+
+_KEPT = "forge: kept for the gradients of parameters"
+
+
+def split_backward(graph: fx.GraphModule, inputs: Sequence[Any], mode: str | None = None) -> Any:
+    """Compile as ``inductor`` does, but backward in two parts, of which those run that autograd asks for.
+
+    The first part computes gradients of inputs, and keeps what the second one, gradients of parameters, needs of it.
+    torch's schedules ask for the first and later for the second (``torch.distributed.pipelining._backward``): a
+    backward of one part would compute all gradients both times. What forward saved stays until the second has run.
+
+    Args:
+        graph: of dynamo.
+        inputs: examples of what the graph is given.
+        mode: of ``torch.compile``.
+    """
+    from torch._inductor import list_mode_options  # it takes seconds to import
+    from torch._inductor.compile_fx import compile_fx
+
+    options = list_mode_options(mode) if mode else None
+    with functorch_config.patch(enable_autograd_cache=False):  # type: ignore[no-untyped-call]  # it stores one part
+        return compile_fx(graph, inputs, inner_compile=_compile, config_patches=options)
+
+
+def _compile(graph: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
+    """Same as ``compile_fx_inner``, which compiles forward, and a backward that has nothing to split."""
+    from torch._inductor.compile_fx import compile_fx_inner
+
+    facts = TracingContext.get().fw_metadata
+    assert facts is not None, "AOTAutograd has them before it compiles a graph"
+    if facts.bw_donated_idxs:
+        facts.bw_donated_idxs.clear()  # neither part may write into what forward saved, which both read
+    if options.get("is_backward"):
+        outputs = _outputs(graph)
+        parameters = {index for index in facts.static_input_indices if outputs[index] is not None}
+        if parameters and any(one is not None for index, one in enumerate(outputs) if index not in parameters):
+            return _TwoParts(graph, parameters, inputs, options)
+    return compile_fx_inner(graph, inputs, **options)
+
+
+class _TwoParts:
+    """A compiled backward, as AOTAutograd calls it.
+
+    Args:
+        graph: gives the gradients of forward's inputs in their order, and ``None`` where there is none.
+        parameters: the positions of parameters among them.
+        inputs: examples of what is given: what forward saved, then gradients of its outputs.
+        options: of ``compile_fx_inner``.
+    """
+
+    def __init__(
+        self, graph: fx.GraphModule, parameters: Collection[int], inputs: Sequence[Any], options: dict[str, Any]
+    ) -> None:
+        from torch._inductor.compile_fx import compile_fx_inner
+
+        self._boxed_call = True  # what is given comes as a list, to be emptied
+        outputs, given = _outputs(graph), graph.graph.find_nodes(op="placeholder")
+        of_inputs = [None if index in parameters else node for index, node in enumerate(outputs)]
+        of_parameters = [node if index in parameters else None for index, node in enumerate(outputs)]
+        first, second = _cut(graph, of_inputs, of_parameters)
+        needed = {one for node in second for one in node.all_input_nodes} | {*of_parameters}
+        kept = [node for node in graph.graph.nodes if node in needed and node in first - second - {*given}]
+        self._parameters = set(parameters)
+        self._n_outputs = len(outputs)
+        self._read_again = [index for index, node in enumerate(given) if node in needed]
+        given_later = [*(given[index] for index in self._read_again), *kept]
+        self._first = compile_fx_inner(_part(graph, given, first, [*of_inputs, *kept]), inputs, **options)
+        self._second = compile_fx_inner(
+            _part(graph, given_later, second, of_parameters),
+            [node.meta["val"] for node in given_later],
+            **{**options, "static_input_idxs": ()},
+        )
+
+    def __call__(self, given: list[Any]) -> list[Any]:
+        node: Any = torch._C._current_autograd_node()
+        asked = _asked(node, self._n_outputs)
+        read_again = [given[index] for index in self._read_again]
+        gradients: list[Any] = [None] * self._n_outputs
+        kept = node.metadata.pop(_KEPT, None)
+        if kept is None or asked - self._parameters:
+            results = self._first(given)
+            gradients, kept = list(results[: self._n_outputs]), results[self._n_outputs :]
+        given.clear()
+        if asked & self._parameters:
+            of_parameters = self._second([*read_again, *kept])
+            for index in self._parameters:
+                gradients[index] = of_parameters[index]
+        else:
+            node.metadata[_KEPT] = kept
+        return gradients
+
+
+def _asked(node: Any, n_outputs: int) -> set[int]:
+    """The gradients that the running backward wants of an autograd node: it returns them or goes on from them."""
+    following = [function for function, _ in node.next_functions]
+    if len(following) != n_outputs:  # not one for one: an input may be several tensors to the compiler
+        return set(range(n_outputs))
+    return {index for index, function in enumerate(following) if function is not None and _will_run(function)}
+
+
+def _will_run(function: Any) -> bool:
+    try:
+        return torch._C._will_engine_execute_node(function)
+    except RuntimeError:  # a leaf that torch.autograd.grad was asked about, for which torch does not answer
+        return True
+
+
+def _cut(
+    graph: fx.GraphModule, of_inputs: Sequence[fx.Node | None], of_parameters: Sequence[fx.Node | None]
+) -> tuple[set[fx.Node], set[fx.Node]]:
+    """The nodes of both parts: the first has all that gradients of inputs need, the second the rest.
+
+    Numbers, such as sizes, cannot be kept as tensors are, and are computed in both.
+    """
+    later = _ancestors(of_parameters)
+    acting = {node for node in graph.graph.nodes if node.op == "call_function" and node.is_impure()} - later
+    first = _ancestors([*of_inputs, *acting])
+    first |= {node for node in later if node.target is operator.getitem and node.args[0] in first}
+    second = later - first
+    while numbers := {
+        one
+        for node in second
+        for one in node.all_input_nodes
+        if one not in second and one.op != "placeholder" and not isinstance(one.meta.get("val"), torch.Tensor)
+    }:
+        second |= numbers
+    return first, second
+
+
+def _ancestors(nodes: Iterable[fx.Node | None]) -> set[fx.Node]:
+    """These nodes and all they are computed from."""
+    found: set[fx.Node] = set()
+    ahead = [node for node in nodes if node is not None]
+    while ahead:
+        node = ahead.pop()
+        if node not in found:
+            found.add(node)
+            ahead += node.all_input_nodes
+    return found
+
+
+def _part(
+    graph: fx.GraphModule, given: Sequence[fx.Node], nodes: Collection[fx.Node], outputs: Sequence[fx.Node | None]
+) -> fx.GraphModule:
+    """A graph of some nodes of another.
+
+    Args:
+        given: nodes whose values it is given.
+        nodes: what it computes.
+        outputs: what it returns, in the strides of the other graph, which the other part and autograd count on.
+    """
+    made = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in given:
+        copies[node] = made.placeholder(node.name)
+        copies[node].meta = node.meta
+    for node in graph.graph.nodes:
+        if node in nodes and node not in copies:
+            copies[node] = made.node_copy(node, copies.__getitem__)
+    end = made.output(tuple(None if node is None else copies[node] for node in outputs))
+    end.meta["user_visible_output_idxs"] = [index for index, node in enumerate(outputs) if node is not None]
+    return fx.GraphModule(graph, made)
+
+
+def _outputs(graph: fx.GraphModule) -> Sequence[Any]:
+    outputs: Sequence[Any] = graph.graph.find_nodes(op="output")[0].args[0]
+    return outputs
