@@ -30,7 +30,7 @@ def split_backward(graph: fx.GraphModule, inputs: Sequence[Any], mode: str | Non
     from torch._inductor.compile_fx import compile_fx
 
     options = list_mode_options(mode) if mode else None
-    with functorch_config.patch(enable_autograd_cache=False):  # type: ignore[no-untyped-call]  # it stores one part
+    with functorch_config.patch(enable_autograd_cache=False):  # it stores one part
         return compile_fx(graph, inputs, inner_compile=_compile, config_patches=options)
 
 
