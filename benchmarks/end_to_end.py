@@ -22,7 +22,7 @@ import torch.distributed as dist
 from step_overhead import Bench
 
 from forge_core.distributed.mesh import choose_device, join_process_group
-from forge_core.train.gradients import clip_gradients, global_norm, squared_norms
+from forge_core.train.gradients import Gradients, clip_gradients
 
 OVERRIDES = ["train.precision=bf16", "model.n_kv_heads=4"]
 SHAPE = {"dim": 256, "layers": 4, "vocab": 32_000, "seq_len": 512}
@@ -67,9 +67,8 @@ def split(bench: Bench, steps: int) -> dict[str, float]:
             with watch.measure("backward"):
                 total.backward(1 / count)
             with watch.measure("clip"):
-                gradients = [p.grad for p in model.parameters() if p.grad is not None]
-                norm = global_norm(squared_norms(gradients), bench.mesh, bench.device)
-                clip_gradients(gradients, norm, 1.0)
+                gradients = Gradients(dict(model.named_parameters()), bench.mesh, bench.device)
+                clip_gradients(optimizer, gradients, 1.0)
             with watch.measure("optimizer"):
                 optimizer.step()
             optimizer.zero_grad(set_to_none=True)

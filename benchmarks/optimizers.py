@@ -5,8 +5,8 @@
 The parameters are those of a decoder with gated feed-forward layers three times as wide as the model. In each round
 both implementations step in turn, and their processor time is counted, so that ratios within one run mean something on
 a machine that others use; a time is the median over rounds. Split weights are in bf16, what they are compared with in
-fp32. "bytes" are those of a parameter and its state in ours. The last line is the Newton–Schulz iteration of one matrix
-alone.
+fp32. "bytes" are those of a parameter and its state in ours. The lines with "clip" clip gradients by a factor, in the
+step and in a pass before it. The last line is the Newton–Schulz iteration of one matrix alone.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ def main() -> None:
         f"{arguments.layers} layers of width {arguments.dim}, torch {torch.__version__}, "
         f"{torch.get_num_threads()} threads, {platform.machine()}"
     )
-    print(f"{'optimizer':<25}{'ours ms':>10}{'plain ms':>10}{'ratio':>8}{'bytes':>8}")
+    print(f"{'optimizer':<30}{'ours ms':>10}{'plain ms':>10}{'ratio':>8}{'bytes':>8}")
     for name, make_pair in _pairs(arguments).items():
         if arguments.only not in name:
             continue
         pair = make_pair()
         ours, plain = _alternating(pair, arguments.rounds, arguments.steps)
-        print(f"{name:<25}{ours:>10.2f}{plain:>10.2f}{plain / ours:>8.1f}{_kept(pair[0]):>8}", flush=True)
+        print(f"{name:<30}{ours:>10.2f}{plain:>10.2f}{plain / ours:>8.1f}{_kept(pair[0]):>8}", flush=True)
 
 
 def _arguments() -> argparse.Namespace:
@@ -82,6 +82,8 @@ def _pairs(arguments: argparse.Namespace) -> Mapping[str, Callable[[], Pair]]:
         "adamw, split": lambda: (_ours(adamw, split(), in_bf16()), _plain_adamw(make())),
         "adamw, split, compiled": lambda: (_ours(adamw, split(compile=True), in_bf16()), _plain_adamw(make())),
         "adamw, split, bf16": lambda: (_ours(adamw, split(moments="bf16"), in_bf16()), _plain_adamw(make())),
+        "adamw, clip": lambda: _clipping(adamw, AdamWConfig(lr=1e-3), make),
+        "adamw, split, compiled, clip": lambda: _clipping(adamw, split(compile=True), in_bf16),
         "lion": lambda: (_ours(Lion, lion(), make()), partial(_plain_lion, make(), {})),
         "lion, compiled": lambda: (_ours(Lion, lion(compile=True), make()), partial(_plain_lion, make(), {})),
         "sgd": lambda: (_ours(SGD, sgd(), make()), partial(_plain_sgd, make(), {})),
@@ -159,6 +161,19 @@ def _matrices(parameters: list[NamedParameter]) -> list[nn.Parameter]:
 
 def _ours(factory, config, parameters):
     return factory(config, parameters=parameters).step
+
+
+def _clipping(factory, config, make) -> Pair:
+    (in_step, _), (before, parameters) = ((factory(config, parameters=own), own) for own in (make(), make()))
+    gradients = [one.parameter.grad for one in parameters]
+    scale = torch.tensor(0.999)
+    in_step.gradient_scale = scale
+
+    def clip_and_step() -> None:
+        torch._foreach_mul_(gradients, scale)
+        before.step()
+
+    return in_step.step, clip_and_step
 
 
 def _muon(dtype, parameters):

@@ -37,7 +37,7 @@ from forge_core.passes.order import sort_passes
 from forge_core.registry.discovery import discover
 from forge_core.run.process import hard_exit
 from forge_core.train.build import build_model, build_optimizer
-from forge_core.train.gradients import clip_gradients, global_norm, squared_norms
+from forge_core.train.gradients import Gradients, clip_gradients
 from forge_plugins_plan.memory import bytes_of
 from forge_plugins_plan.simulation import simulate
 
@@ -154,9 +154,7 @@ def run_rank(config: Path, overrides: list[str]) -> None:
             scale = torch.full((), 1 / 1024)
             LEDGER.start_step(scale)
             model.run(microbatches, scale)
-            gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-            clip_gradients(gradients, global_norm(squared_norms(gradients), mesh, device), job.train.clip_norm)
-            del gradients
+            clip_gradients(optimizer, Gradients(model.parameters, mesh, device), job.train.clip_norm)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         if step > 0:  # the first one makes the optimizer's state

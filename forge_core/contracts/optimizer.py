@@ -65,6 +65,9 @@ class OptimizerFactory(Protocol):
     * One with the attribute ``leaves_out = True`` reads ``self.left_out`` in its step: ``None``, or an fp32 scalar on
       the parameters' device. Where that is 1, the step changes neither parameters nor state, though gradients may be
       NaN; where it is 0, it is as without. The host then need not wait to learn of an update that is left out.
+    * One with the attribute ``scales_gradients = True`` reads ``self.gradient_scale`` in its step: ``None``, or an fp32
+      scalar on the run's device. The step works with gradients times this: they are clipped where they are read, and
+      not in a pass over memory of their own.
     * One whose best weights are not the ones it trains, but an average, has ``evaluation_weights``
       (``HasEvaluationWeights``); one with ``members`` passes on what these say.
     * One that works with parametrizations has ``update_size``, an ``UpdateSize``; with ``members``, each has its own.

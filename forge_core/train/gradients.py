@@ -58,17 +58,15 @@ def squared_norms(gradients: Sequence[torch.Tensor]) -> Mapping[Layout, Squares]
     return squares
 
 
-def clip_gradients(gradients: Sequence[torch.Tensor], norm: torch.Tensor, max_norm: float) -> None:
-    """Scale the gradients by ``min(1, max_norm / norm)``, in place; a ``max_norm`` of 0 leaves them as they are.
-
-    Args:
-        gradients: this rank's.
-        norm: their ``global_norm``.
-    """
-    if max_norm > 0:
-        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        for group in _by_device_and_dtype(local_tensor(gradient) for gradient in gradients):
+def clip_gradients(optimizer: torch.optim.Optimizer, gradients: Gradients, max_norm: float) -> None:
+    """Scale the gradients by ``min(1, max_norm / norm)``: here, in place, or in the next step of an optimizer with
+    ``scales_gradients``, which is told the factor. A ``max_norm`` of 0 leaves them as they are."""
+    scale = (max_norm / (gradients.norm + 1e-6)).clamp(max=1.0) if max_norm > 0 else None
+    if scale is not None and not getattr(optimizer, "scales_gradients", False):
+        for group in _by_device_and_dtype(map(local_tensor, gradients.named.values())):
             torch._foreach_mul_(group, scale.to(group[0].device))
+        scale = None
+    optimizer.gradient_scale = scale  # type: ignore[attr-defined]  # the contract of scales_gradients
 
 
 def global_norm(squares: Mapping[Layout, Squares], mesh: Mesh, device: torch.device) -> torch.Tensor:
@@ -127,11 +125,9 @@ def norms_along(
 
 def all_finite(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
     """Return whether this rank's elements of all of them are finite: a boolean scalar on ``device``."""
-    finite = torch.ones((), dtype=torch.bool, device=device)
     held = [local for local in map(local_tensor, tensors) if local.is_floating_point() and local.numel() > 0]
-    for group in _by_device_and_dtype(held):
-        finite &= torch.stack(torch._foreach_norm(group, torch.inf)).isfinite().all().to(device)
-    return finite
+    largest = [torch.stack(torch._foreach_norm(group, torch.inf)).to(device) for group in _by_device_and_dtype(held)]
+    return torch.cat([torch.zeros(1, device=device), *largest]).isfinite().all()
 
 
 def _sharded_over(gradient: torch.Tensor) -> Layout:

@@ -182,7 +182,7 @@ class Trainer:
         else:
             left_out = verdict if self._skips_on_device else None
             self.step_modules.before_optimizer_step(self.step / self.run.job.train.steps, left_out)
-            clip_gradients([*gradients.named.values()], gradients.norm, self.run.job.train.clip_norm)
+            clip_gradients(optimizer, gradients, self.run.job.train.clip_norm)
             optimizer.left_out = left_out  # type: ignore[attr-defined]  # the contract of leaves_out
             optimizer.found_inf = left_out  # type: ignore[attr-defined]  # torch's
             optimizer.step()

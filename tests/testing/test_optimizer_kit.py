@@ -80,6 +80,10 @@ class LeavesOutParametersOnly(Momentum):
             parameter.copy_(torch.where(self.left_out.bool(), before, parameter))
 
 
+class ScalesNothing(Momentum):
+    scales_gradients = True
+
+
 class EagerState(Momentum):
     def __init__(self, params):
         super().__init__(params)
@@ -398,6 +402,7 @@ FAULTS = [
     (CountsBesideIt, "test_resumes_bit_identical", (), "embed.weight differs after a resume"),
     (Folds, "test_resumes_bit_identical", (), "embed.weight differs after a resume"),
     (LeavesOutParametersOnly, "test_leaves_out_a_step_if_it_says_so", (), "embed.weight is another than without it"),
+    (ScalesNothing, "test_scales_gradients_if_it_says_so", (), "embed.weight is another than with gradients that are"),
     (NamesOthers, "test_evaluation_weights_are_those_of_its_parameters", (), "'weight', which is the name of no"),
     (NamesThemLater, "test_evaluation_weights_are_those_of_its_parameters", (), "had none before the first one"),
     (Flattens, "test_evaluation_weights_are_those_of_its_parameters", (), r"tensor \(66,\) for embed.weight, which is"),

@@ -1,4 +1,5 @@
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,8 +9,8 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from forge_core.config.sections import AXES
 from forge_core.distributed.mesh import Mesh, join_process_group
+from forge_core.train.gradients import Gradients, global_norm, squared_norms
 from forge_core.train.gradients import clip_gradients as clip_by_norm
-from forge_core.train.gradients import global_norm, squared_norms
 
 CPU = torch.device("cpu")
 
@@ -23,10 +24,9 @@ def mesh():
 
 
 def clip_gradients(parameters, max_norm, mesh):
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    norm = global_norm(squared_norms(gradients), mesh, CPU)
-    clip_by_norm(gradients, norm, max_norm)
-    return norm
+    gradients = Gradients(dict(enumerate(parameters)), mesh, CPU)
+    clip_by_norm(SimpleNamespace(), gradients, max_norm)
+    return gradients.norm
 
 
 def _parameters(*shapes, dtype=torch.float32):
@@ -69,6 +69,27 @@ def test_zero_measures_and_does_not_clip(mesh):
 
     assert clip_gradients(parameters, 0.0, mesh).item() > 1
     assert torch.equal(parameters[0].grad, before)
+
+
+def test_an_optimizer_that_scales_gradients_is_told_the_factor(mesh):
+    parameters = _parameters((30, 40))
+    before, optimizer = parameters[0].grad.clone(), SimpleNamespace(scales_gradients=True)
+    gradients = Gradients({"weight": parameters[0]}, mesh, CPU)
+
+    clip_by_norm(optimizer, gradients, 0.5)
+    assert torch.equal(parameters[0].grad, before)
+    assert _norm_in_float64(parameters) * optimizer.gradient_scale.item() == pytest.approx(0.5, rel=1e-5)
+
+    clip_by_norm(optimizer, gradients, 0.0)
+    assert optimizer.gradient_scale is None
+
+
+def test_one_that_does_not_is_told_none(mesh):
+    optimizer = SimpleNamespace()
+
+    clip_by_norm(optimizer, Gradients({"weight": _parameters((30, 40))[0]}, mesh, CPU), 0.5)
+
+    assert optimizer.gradient_scale is None
 
 
 def test_a_parameter_without_gradient_is_passed_over(mesh):

@@ -246,6 +246,22 @@ class OptimizerConformance(ComponentCase):
             _step(other, plain, step)
             _assert_equal(_values(plain), _values(parameters), "with left_out = 0, {name} is another than without it")
 
+    def test_scales_gradients_if_it_says_so(self) -> None:
+        parameters, plain = self._parameters(), self._parameters()
+        optimizer, other = self.make(parameters=parameters), self.make(parameters=plain)
+        if not getattr(optimizer, "scales_gradients", False):
+            pytest.skip("it does not state scales_gradients")
+        for step in range(4):
+            factor = 1 / (1 + 2 * step)
+            _step(optimizer, parameters, step, gradient_scale=factor)
+            _step(other, plain, step, times=factor)
+        expected = _values(plain) | _tensors_of_state(other, plain)
+        found = _values(parameters) | _tensors_of_state(optimizer, parameters)
+        for name, value in expected.items():
+            assert torch.allclose(value, found[name], rtol=1e-5, atol=1e-7), (
+                f"with gradient_scale, {name} is another than with gradients that are scaled before the step"
+            )
+
     def test_evaluation_weights_are_those_of_its_parameters(self) -> None:
         parameters, plain = self._parameters(), self._parameters()
         optimizer: Any = self.make(parameters=parameters)
@@ -488,14 +504,23 @@ def _step(
     mesh: DeviceMesh | None = None,
     *,
     left_out: float | None = None,
+    gradient_scale: float | None = None,
+    times: float = 1.0,
 ) -> None:
-    """One step with gradients that depend on the step and on the parameter's name only; NaN in one that is left out."""
+    """One step with gradients that depend on the step and on the parameter's name only; NaN in one that is left out.
+
+    Args:
+        gradient_scale: what the optimizer is told.
+        times: a factor of the gradients.
+    """
     optimizer.zero_grad(set_to_none=True)
     if left_out is not None:
         optimizer.left_out = torch.tensor(left_out)  # type: ignore[attr-defined]  # the contract of leaves_out
+    if gradient_scale is not None:
+        optimizer.gradient_scale = torch.tensor(gradient_scale)  # type: ignore[attr-defined]  # of scales_gradients
     for entry in parameters:
         generator = torch.Generator().manual_seed(1000 * step + list(_SHAPES).index(entry.name))
-        gradient = torch.randn(entry.parameter.shape, generator=generator).to(entry.parameter.dtype)
+        gradient = torch.randn(entry.parameter.shape, generator=generator).mul_(times).to(entry.parameter.dtype)
         if left_out:
             gradient.fill_(math.nan)
         entry.parameter.grad = gradient if mesh is None else distribute_tensor(gradient, mesh, _placements(entry.role))

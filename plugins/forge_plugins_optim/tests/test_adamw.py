@@ -45,6 +45,23 @@ def test_updates_follow_the_paper(role: str, decay: float, device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_the_kernel_clips(device: str) -> None:
+    entry = parameter(device=device)
+    gradients = [torch.randn(3, 5, generator=torch.Generator().manual_seed(i)).to(device) for i in range(5)]
+    scales = [1.0, 0.3, 0.01, 1.0, 0.7]
+    expected = reference(entry.parameter, map(torch.mul, gradients, scales), 0.01, 0.1)
+    optimizer = adamw(AdamWConfig(lr=0.01), parameters=[entry])
+    assert optimizer.scales_gradients
+
+    for gradient, scale in zip(gradients, scales, strict=True):
+        entry.parameter.grad = gradient
+        optimizer.gradient_scale = torch.tensor(scale, device=device)
+        optimizer.step()
+
+    torch.testing.assert_close(entry.parameter.detach().double().cpu(), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.filterwarnings("ignore:.*Profiler clears events")
 def test_the_kernel_is_fused(device: str, dtype: torch.dtype) -> None:

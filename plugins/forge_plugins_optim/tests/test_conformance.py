@@ -53,6 +53,16 @@ class TestGrouped(OptimizerConformance):
     }
 
 
+class TestGroupedOfOnesThatClip(OptimizerConformance):
+    component = "forge-plugins-optim:grouped"
+    config: ClassVar = {
+        "groups": [
+            {"roles": ["matrix", "expert"], "optimizer": {"name": "adamw", "lr": 2e-2}},
+            {"optimizer": {"name": "adamw", "lr": 1e-2, "weight_decay": 0.0}},
+        ]
+    }
+
+
 class TestLion(OptimizerConformance):
     component = "forge-plugins-optim:lion"
     config: ClassVar = {"lr": 1e-2}

@@ -31,6 +31,7 @@ def adamw(config: AdamWConfig, /, *, parameters: Sequence[NamedParameter]) -> to
     fusible = all(p.parameter.device.type in FUSED_DEVICES and p.parameter.is_floating_point() for p in parameters)
     groups = parameter_groups(parameters, config)
     optimizer = LocalAdamW(groups, betas=config.betas, eps=config.eps, fused=True if fusible else None)
+    optimizer.scales_gradients = fusible
     optimizer.update_size = "element"  # type: ignore[attr-defined]  # the contract of parametrizations
     optimizer.register_step_pre_hook(_drop_tails)
     return optimizer
@@ -42,6 +43,15 @@ class LocalAdamW(torch.optim.AdamW):
     Given the ``DTensor`` that they are parts of, torch would look up in every step how each of them is laid out, and in
     the first one work it out.
     """
+
+    scales_gradients = False
+    """Whether the kernel clips gradients, as the fused one does."""
+    gradient_scale: torch.Tensor | None = None
+
+    @property
+    def grad_scale(self) -> torch.Tensor | None:
+        """The number by which torch's kernel divides gradients."""
+        return None if self.gradient_scale is None else 1 / self.gradient_scale
 
     def _init_group(self, group: dict[str, Any], *lists: list[torch.Tensor]) -> bool:
         is_complex = bool(super()._init_group(group, *lists))  # type: ignore[no-untyped-call]  # torch's

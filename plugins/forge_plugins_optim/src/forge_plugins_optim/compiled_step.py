@@ -37,12 +37,12 @@ class CompiledStep:
             parameter: torch.Tensor,
             *states: torch.Tensor,
         ) -> None:
-            is_taken, *of_step = numbers.unbind()
+            is_taken, scale, *of_step = numbers.unbind()
             kept = [parameter, *states]
             old = [one.float() for one in kept]
             if tail is not None:
                 old[0] = joined(parameter, tail)
-            new = new_values(old[0], gradient.float(), *old[1:], *of_step)
+            new = new_values(old[0], gradient.float() * scale, *old[1:], *of_step)
             new = [torch.where(is_taken != 0, after, before) for after, before in zip(new, old, strict=True)]
             if tail is not None:
                 new[0], lower = split(new[0])
@@ -56,7 +56,7 @@ class CompiledStep:
 
     def __call__(
         self,
-        left_out: torch.Tensor | None,
+        told: tuple[torch.Tensor | None, torch.Tensor | None],
         parameters: Sequence[torch.Tensor],
         gradients: Sequence[torch.Tensor],
         tails: Sequence[torch.Tensor | None],
@@ -66,11 +66,14 @@ class CompiledStep:
         """Step in place.
 
         Args:
+            told: ``left_out`` and ``gradient_scale`` of the optimizer.
             parameters: this rank's parts, as all others.
             tails: of parameters that are split, as all lists one for each parameter.
             states: of each kind, those of all parameters.
         """
-        rows = _rows([1.0 if left_out is None else 1 - left_out, *numbers], parameters)
+        left_out, scale = told
+        is_taken = 1.0 if left_out is None else 1 - left_out
+        rows = _rows([is_taken, 1.0 if scale is None else scale, *numbers], parameters)
         for index, parameter in enumerate(parameters):
             own = [parameter, *(state[index] for state in states)]
             beside = [gradients[index], tails[index]]
@@ -93,7 +96,7 @@ class CompiledStep:
         states = [[torch.zeros_like(own, dtype=dtype)] for dtype in state_dtypes]
         tails = [torch.zeros_like(own, dtype=torch.int16) if has_tail else None]
         try:
-            self(None, [own], [own.clone()], tails, states, [1.0] * n_numbers)
+            self((None, None), [own], [own.clone()], tails, states, [1.0] * n_numbers)
         except Exception as error:  # of torch, its backend, or a compiler that it has started
             why = " ".join(str(error).splitlines()[:2]) or type(error).__name__  # the first names torch's part
             raise ConfigError(

@@ -43,10 +43,12 @@ class ForeachOptimizer(torch.optim.Optimizer):
 
     leaves_out = True
     left_out: torch.Tensor | None = None
+    scales_gradients = False
+    gradient_scale: torch.Tensor | None = None
     splits = False
     seeds: Mapping[torch.Tensor, int] = MappingProxyType({})
     compiled: CompiledStep | None = None
-    """Takes the place of foreach operations in ``update``."""
+    """Takes the place of foreach operations in ``update``, and scales gradients."""
 
     def update(self, group: dict[str, Any], held: Tensors) -> None:
         """Change parameters and state in place.
@@ -200,7 +202,7 @@ class ForeachOptimizer(torch.optim.Optimizer):
         Raises:
             ConfigError: there is no compiler.
         """
-        self.compiled = CompiledStep(new_values)
+        self.compiled, self.scales_gradients = CompiledStep(new_values), True
         every = (parameter for group in self.param_groups for parameter in group["params"])
         for one in {(parameter.device, parameter.dtype): parameter for parameter in every}.values():
             dtypes = [self._dtype_of_state(one)] * len(slots)
@@ -212,7 +214,8 @@ class ForeachOptimizer(torch.optim.Optimizer):
         gradients = [local_tensor(parameter.grad) for parameter in held if parameter.grad is not None]
         tails = [self.slot([one], TAIL, torch.int16)[0] if self.is_split(one) else None for one in held]
         states = [self.slot(held, name) for name in slots]
-        self.compiled(self.left_out, [local_tensor(one) for one in held], gradients, tails, states, numbers)
+        told = self.left_out, self.gradient_scale
+        self.compiled(told, [local_tensor(one) for one in held], gradients, tails, states, numbers)
 
     def decay(self, state: Tensors, factor: float) -> None:
         """Multiply a state by ``factor`` in place."""

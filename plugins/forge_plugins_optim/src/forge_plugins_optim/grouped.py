@@ -39,6 +39,8 @@ class Grouped(torch.optim.Optimizer):
         self._is_compared = False
         self.left_out: torch.Tensor | None = None
         self.leaves_out = all(_leaves_out(member) for _, member in self._members)
+        self.gradient_scale: torch.Tensor | None = None
+        self.scales_gradients = all(getattr(member, "scales_gradients", False) for _, member in self._members)
 
     @property
     def members(self) -> Sequence[torch.optim.Optimizer]:
@@ -66,6 +68,7 @@ class Grouped(torch.optim.Optimizer):
             self._is_compared = True
         for name, member in self._members:
             member.left_out = member.found_inf = self.left_out  # type: ignore[attr-defined]  # read by some, by torch's
+            member.gradient_scale = self.gradient_scale  # type: ignore[attr-defined]  # the contract of scales_gradients
             member.step()
             for state in member.state.values():
                 state.setdefault(_OWNER, name)

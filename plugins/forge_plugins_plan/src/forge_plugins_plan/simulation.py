@@ -27,7 +27,7 @@ from forge_core.ops.auxiliary_loss import LEDGER
 from forge_core.ops.local_tensor import local_tensor
 from forge_core.registry.catalog import Catalog
 from forge_core.train.build import BuiltModel, allocate, build_model, build_optimizer
-from forge_core.train.gradients import clip_gradients, global_norm, squared_norms
+from forge_core.train.gradients import Gradients, clip_gradients
 from forge_plugins_plan.alike import alike, block_names, stages_alike
 from forge_plugins_plan.fused_norm import fused_norms
 from forge_plugins_plan.memory import CATEGORIES, MemoryLedger, bytes_of
@@ -281,9 +281,7 @@ class Simulation:
             _stand_in(found, ledger)
             gradients = _gradients(built)
             with ledger.during("optimizer"):
-                clip_gradients(
-                    gradients, global_norm(squared_norms(gradients), rank.mesh, _CPU), self.job.train.clip_norm
-                )
+                clip_gradients(optimizer, Gradients(built.parameters, rank.mesh, _CPU), self.job.train.clip_norm)
                 optimizer.step()
             state = [value for entry in optimizer.state.values() for value in entry.values() if torch.is_tensor(value)]
             known = {"gradients": gradients, "optimizer": state}
