@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 import attrs
 
@@ -20,14 +20,13 @@ _REFERENCE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
 
 def _is_name(_: object, attribute: attrs.Attribute[str], value: str) -> None:
-    is_given = value != attribute.default  # some are empty if they are not given
-    if is_given and (not isinstance(value, str) or not _NAME.fullmatch(value)):
+    # some are empty if they are not given
+    if value != attribute.default and (not isinstance(value, str) or not _NAME.fullmatch(value)):
         raise ValueError(f"{attribute.name} must be lower-case words joined by '_' or '-', got {value!r}")
 
 
 def _is_reference(_: object, attribute: attrs.Attribute[str], value: str) -> None:
-    is_given = value != attribute.default
-    if is_given and (not isinstance(value, str) or not _REFERENCE.fullmatch(value)):
+    if value != attribute.default and (not isinstance(value, str) or not _REFERENCE.fullmatch(value)):
         raise ValueError(f'{attribute.name} must be an import path "package.module:Name", got {value!r}')
 
 
@@ -41,13 +40,15 @@ def _are_names(_: object, attribute: attrs.Attribute[tuple[str, ...]], value: tu
         _is_name(None, attribute, name)  # type: ignore[arg-type]  # only the attribute's name is used
 
 
-T = TypeVar("T")
-
-
-def _tuple(values: Iterable[T]) -> tuple[T, ...]:
+def _tuple(values: Iterable[Any]) -> tuple[Any, ...]:
     if isinstance(values, str):  # aliases = "x" would otherwise become ("x",) letter by letter
         raise ValueError(f"expected a sequence of names, got the string {values!r}")
     return tuple(values)
+
+
+def _names(values: Iterable[str]) -> tuple[str, ...]:
+    """Same as ``_tuple``. mypy takes the types of a constructor from converters, where it knows no type variables."""
+    return _tuple(values)
 
 
 @attrs.frozen(kw_only=True)
@@ -70,16 +71,18 @@ class Component:
     keyword-only parameters of the factory that its kind is not given."""
     kind: str = attrs.field(default="", validator=_is_name)
     """The kind, of an entry of the list ``components`` of a plugin module; the hook says it of what it yields."""
-    aliases: tuple[str, ...] = attrs.field(default=(), converter=_tuple, validator=_are_names)
+    aliases: tuple[str, ...] = attrs.field(default=(), converter=_names, validator=_are_names)
     """Further names that resolve to this component."""
     deprecated: str = ""
     """If not empty: a sentence that says what to use instead, printed whenever the component is chosen."""
-    modules: tuple[str, ...] = attrs.field(default=(), converter=_tuple)
+    modules: tuple[str, ...] = attrs.field(default=(), converter=_names)
     """Importable modules that the factory needs beyond the plugin's own dependencies (optional extras)."""
 
 
 Conditions = Mapping[str, tuple[Any, ...]]
 """Keys of a config, each with the values that are meant."""
+Settings = Mapping[str, Any]
+"""Keys of a config, each with its value."""
 
 
 def _conditions(given: Mapping[str, Any]) -> Conditions:
@@ -131,6 +134,10 @@ class Need:
     """Same as in ``Conflict``."""
 
 
+def _conflicts(values: Iterable[Conflict]) -> tuple[Conflict, ...]:
+    return _tuple(values)
+
+
 def _needs(values: Iterable[str | Need]) -> tuple[Need, ...]:
     return tuple(Need(value) if isinstance(value, str) else value for value in _tuple(values))
 
@@ -157,22 +164,20 @@ class PassComponent(Component):
     """A component of the kind ``parallel_pass``. Where it stands among other passes is declared here, as data."""
 
     phase: str = attrs.field(validator=attrs.validators.in_(PHASES))
-    after: tuple[str, ...] = attrs.field(default=(), converter=_tuple, validator=_are_names)
+    after: tuple[str, ...] = attrs.field(default=(), converter=_names, validator=_are_names)
     """Passes of the same phase that must come first, if they are there."""
-    before: tuple[str, ...] = attrs.field(default=(), converter=_tuple, validator=_are_names)
+    before: tuple[str, ...] = attrs.field(default=(), converter=_names, validator=_are_names)
     """Passes of the same phase that must come later, if they are there."""
     needs: tuple[Need, ...] = attrs.field(default=(), converter=_needs)
     """Passes without which this one has no meaning, by name or as a ``Need``. Passes that all values of its keys
     need are added with it; what one value of a key needs must be in the job."""
-    conflicts: tuple[Conflict, ...] = attrs.field(default=(), converter=_tuple)
-    compared: tuple[Mapping[str, Any], ...] = attrs.field(
-        default=(), converter=_tuple, validator=_trades_memory, hash=False
-    )
+    conflicts: tuple[Conflict, ...] = attrs.field(default=(), converter=_conflicts)
+    compared: tuple[Settings, ...] = attrs.field(default=(), converter=_tuple, validator=_trades_memory, hash=False)
     """Settings of its keys whose memory ``forge plan`` compares with the job's: ``({"mode": "full"},)``. Of the phase
     ``checkpointing`` only; each stands in place of all that the job has of it."""
     adds_parameters: bool = False
     """It is an ``AddingPass``: the model's weights mean something else with it. A resume may not change its keys."""
-    serves: tuple[str, ...] = attrs.field(default=(), converter=_tuple, validator=_are_names)
+    serves: tuple[str, ...] = attrs.field(default=(), converter=_names, validator=_are_names)
     """Mesh axes that this pass makes use of (``dp_shard``, ``tp``, …), and ``"precision"`` if it computes in
     bf16 with parameters in fp32. An axis above 1 is resolved to the one installed pass that serves it, as a name is."""
 
@@ -191,7 +196,7 @@ class Kind:
     descriptor: type[Component] = Component
     returns: str = attrs.field(default="", validator=_is_reference)
     """``"package.module:Class"``, of which a factory must return an instance; empty if there is no such class."""
-    optional: tuple[str, ...] = attrs.field(default=(), converter=_tuple)
+    optional: tuple[str, ...] = attrs.field(default=(), converter=_names)
     """Keywords that only those factories are given which take them."""
 
 

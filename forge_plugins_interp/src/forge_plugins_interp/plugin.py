@@ -112,7 +112,7 @@ def forge_parallel_passes() -> Iterable[Component]:
         config="forge_plugins_interp.lenses.config:TunedLensConfig",
         phase="swap",
         adds_parameters=True,
-        conflicts=(  # type: ignore[arg-type]  # mypy takes the converter's T for a type
+        conflicts=(
             Conflict("compile", "it looks at what compiled blocks read, which they show once, while they are traced"),
             Conflict("lora", "it trains nothing but its own maps; fold the adapters first, by forge convert"),
         ),

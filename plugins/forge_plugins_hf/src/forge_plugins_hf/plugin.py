@@ -60,12 +60,12 @@ def forge_evaluations() -> Iterable[Component]:
         summary="tasks of EleutherAI's lm-evaluation-harness, and of one's own in its format",
         factory="forge_plugins_hf.harness:Harness",
         config="forge_plugins_hf.harness_config:HarnessConfig",
-        modules=("lm_eval", "transformers", "forge_plugins_inference"),  # type: ignore[arg-type]  # a generic converter
+        modules=("lm_eval", "transformers", "forge_plugins_inference"),
     )
     yield Component(
         name="lmms_eval",
         summary="tasks about images of lmms-eval, and of one's own in its format",
         factory="forge_plugins_hf.lmms:Lmms",
         config="forge_plugins_hf.lmms_config:LmmsConfig",
-        modules=("lmms_eval", "forge_plugins_vlm"),  # type: ignore[arg-type]  # a generic converter
+        modules=("lmms_eval", "forge_plugins_vlm"),
     )
