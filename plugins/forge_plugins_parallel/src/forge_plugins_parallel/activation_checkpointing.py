@@ -127,7 +127,7 @@ def _checkpointed(
 
     def run(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
         # A compiled block keeps its side effects out of the recomputation by itself, and can trace no other contexts.
-        options = traced if torch.compiler.is_compiling() else eager
+        options: dict[str, Any] = traced if torch.compiler.is_compiling() else eager
         return checkpoint(block, *args, use_reentrant=False, **options, **kwargs)
 
     return checkpoint_wrapper(block, checkpoint_fn=run)
@@ -141,7 +141,7 @@ def _keeping(kept: KeptOperations) -> Contexts:
         keeps = again if context.is_recompute else forward
         return CheckpointPolicy.MUST_SAVE if keeps(operation) else CheckpointPolicy.PREFER_RECOMPUTE
 
-    contexts: Contexts = create_selective_checkpoint_contexts(policy)
+    contexts: Contexts = create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]  # torch's
     return contexts
 
 
@@ -182,7 +182,7 @@ class _Restoring(AbstractContextManager[None]):
     def __enter__(self) -> None:
         self._stack.enter_context(self._again())
 
-    def __exit__(self, *raised: Any) -> bool:
+    def __exit__(self, *raised: Any) -> bool | None:
         return self._stack.__exit__(*raised)
 
 

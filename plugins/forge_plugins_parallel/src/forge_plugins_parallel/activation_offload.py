@@ -46,7 +46,7 @@ class _Streams:
 
     @classmethod
     def of(cls, device: torch.device) -> _Streams | None:
-        return cls(torch.cuda.Stream(device), torch.cuda.Stream(device)) if device.type == "cuda" else None
+        return cls(torch.cuda.Stream(device), torch.cuda.Stream(device)) if device.type == "cuda" else None  # type: ignore[no-untyped-call]  # torch's
 
 
 class _Shared:
@@ -60,7 +60,7 @@ class _Shared:
 
     def is_saved_elsewhere(self, storage: StorageWeakRef, visit: _Visit) -> bool:
         """Return whether an earlier block, or an earlier forward of this one, has saved it and it still lives."""
-        self._savers = {known: saver for known, saver in self._savers.items() if not known.expired()}
+        self._savers = {known: saver for known, saver in self._savers.items() if not known.expired()}  # type: ignore[no-untyped-call]  # torch's
         return self._savers.setdefault(storage, weakref.ref(visit))() is not visit
 
 
@@ -70,8 +70,8 @@ class _Hooks:
     def __init__(self, block: nn.Module, shared: _Shared, *, keeps: bool) -> None:
         self._block, self._shared, self._keeps = block, shared, keeps
         self._active: list[tuple[_Visit, saved_tensors_hooks]] = []
-        block.register_forward_pre_hook(torch.compiler.disable(self._enter))
-        block.register_forward_hook(torch.compiler.disable(self._leave), always_call=True)
+        block.register_forward_pre_hook(torch.compiler.disable(self._enter))  # type: ignore[no-untyped-call]  # torch's
+        block.register_forward_hook(torch.compiler.disable(self._leave), always_call=True)  # type: ignore[no-untyped-call]  # torch's
 
     def _enter(self, *_: Any) -> None:
         own = {
@@ -120,7 +120,7 @@ class _Visit:
         if not _is_a_view_of_bytes(tensor) or tensor.device.type != self._shared.device.type:
             return None
         whole = tensor.untyped_storage()
-        name = StorageWeakRef(whole)
+        name = StorageWeakRef(whole)  # type: ignore[no-untyped-call]  # torch's
         is_small = whole.nbytes() < SMALLEST
         if is_small or whole._cdata in self._own or self._shared.is_saved_elsewhere(name, self):
             return None

@@ -110,7 +110,7 @@ class _EmulatedBlockwise(torch.autograd.Function):
 
 def _rounded(matrix: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
     """What float8 keeps of it, if the largest value of each block of ``rows`` × ``columns`` is the largest of e4m3."""
-    blocks = matrix.float().unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
+    blocks: torch.Tensor = matrix.float().unflatten(1, (-1, columns)).unflatten(0, (-1, rows))  # type: ignore[no-untyped-call]  # torch's
     scale = _LARGEST / blocks.abs().amax((1, 3), keepdim=True).clamp(min=1e-12)
     rounded = (blocks * scale).to(torch.float8_e4m3fn).float() / scale
     return rounded.view(matrix.shape).to(matrix.dtype)
@@ -131,7 +131,7 @@ class _Planned(torch.autograd.Function):
 
 
 def _planned(rows: torch.Tensor, weight: torch.Tensor) -> Any:
-    return _Planned.apply(rows, weight)
+    return _Planned.apply(rows, weight)  # type: ignore[no-untyped-call]  # torch's
 
 
 def _in_float8(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:

@@ -135,7 +135,8 @@ class SequencePart:
             dim = self._dims.get(name, 1)
             if isinstance(value, torch.Tensor) and dim is not None and name not in arrived:
                 inputs[name] = self._cut(value, dim)
-        if hasattr(loss := inputs.get("loss"), "of_part"):
+        loss: Any = inputs.get("loss")
+        if hasattr(loss, "of_part"):
             inputs["loss"] = loss.of_part(self._cut)
         first = inputs.pop("tokens")
         return (first,), {**inputs, **masks}

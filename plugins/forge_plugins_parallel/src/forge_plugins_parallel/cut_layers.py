@@ -265,7 +265,7 @@ def sum_gradients(whole: torch.Tensor, ranks: Ranks) -> torch.Tensor:
 def gather_copies_of_tokens(part: torch.Tensor, ranks: Ranks) -> torch.Tensor:
     """``(B, S / n, …)`` to a copy of ``(B, S, …)`` on every rank; the backward is as that of ``gather_copies``."""
     copies = gather_copies(part.flatten(0, 1), 0, [part.shape[0] * part.shape[1]] * ranks.size, ranks)
-    return copies.unflatten(0, (len(part), -1))
+    return copies.unflatten(0, (len(part), -1))  # type: ignore[no-any-return, no-untyped-call]  # torch's
 
 
 def gather_copies(part: torch.Tensor, dim: int, sizes: Sequence[int], ranks: Ranks) -> torch.Tensor:
@@ -359,7 +359,7 @@ def own_tokens(whole: torch.Tensor, ranks: Ranks) -> torch.Tensor:
     """``(B, S, …)`` to this rank's ``(B, S / n, …)`` of it."""
     length = whole.shape[0] * whole.shape[1] // ranks.size
     own = whole.flatten(0, 1).narrow(0, ranks.rank * length, length)
-    return own.unflatten(0, (whole.shape[0], -1))
+    return own.unflatten(0, (whole.shape[0], -1))  # type: ignore[no-any-return, no-untyped-call]  # torch's
 
 
 def _all_gather(part: torch.Tensor, ranks: Ranks) -> torch.Tensor:
@@ -368,7 +368,7 @@ def _all_gather(part: torch.Tensor, ranks: Ranks) -> torch.Tensor:
         return part.clone()
     if ranks.fusible and torch.compiler.is_compiling():
         return _gather_fusibly(part.contiguous(), ranks)
-    return _gather(part.flatten(0, 1), ranks).flatten(0, 1).unflatten(0, (len(part), -1))
+    return _gather(part.flatten(0, 1), ranks).flatten(0, 1).unflatten(0, (len(part), -1))  # type: ignore[no-any-return, no-untyped-call]  # torch's
 
 
 def _gather_fusibly(part: torch.Tensor, ranks: Ranks) -> torch.Tensor:
@@ -391,7 +391,7 @@ def _reduce_scatter(partial: torch.Tensor, ranks: Ranks) -> torch.Tensor:
     else:
         started = _collectives.reduce_scatter_tensor(tokens, "sum", ranks.size, ranks.group.group_name)
         own = _waited(started)
-    return own.unflatten(0, (len(partial), -1))
+    return own.unflatten(0, (len(partial), -1))  # type: ignore[no-any-return, no-untyped-call]  # torch's
 
 
 def _all_reduce(partial: torch.Tensor, ranks: Ranks) -> torch.Tensor:

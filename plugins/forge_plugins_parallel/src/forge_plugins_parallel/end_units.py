@@ -69,13 +69,13 @@ class EndUnit:
         state = self.sharded._get_fsdp_state()
         state._pre_forward_hook_handle.remove()
         state._post_forward_hook_handle.remove()
-        model.register_forward_pre_hook(torch.compiler.disable(self._start))
+        model.register_forward_pre_hook(torch.compiler.disable(self._start))  # type: ignore[no-untyped-call]  # torch's
         for module in self.modules.values():
-            module.register_forward_pre_hook(torch.compiler.disable(self._use))
+            module.register_forward_pre_hook(torch.compiler.disable(self._use))  # type: ignore[no-untyped-call]  # torch's
         if self.has_embedding and frees:
-            self.first.register_forward_pre_hook(torch.compiler.disable(self._free))
+            self.first.register_forward_pre_hook(torch.compiler.disable(self._free))  # type: ignore[no-untyped-call]  # torch's
         if self.has_head:
-            self.last.register_forward_hook(torch.compiler.disable(self._begin_head))
+            self.last.register_forward_hook(torch.compiler.disable(self._begin_head))  # type: ignore[no-untyped-call]  # torch's
 
     def _start(self, *_: Any) -> None:
         self._has_started = True
@@ -95,7 +95,7 @@ class EndUnit:
         self._gather()
         self._has_begun = True
         if not self._is_early and isinstance(output, torch.Tensor) and output.requires_grad:
-            output.register_hook(self._end_head)
+            output.register_hook(self._end_head)  # type: ignore[no-untyped-call]  # torch's
 
     def _end_head(self, _: torch.Tensor) -> None:
         """In backward."""

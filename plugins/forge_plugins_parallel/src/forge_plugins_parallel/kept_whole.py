@@ -25,7 +25,7 @@ def kept_whole(model: Any, patterns: Sequence[str], *, is_stage: bool) -> dict[s
         ConfigError: a pattern means none, or one that is trained.
     """
     named = {canonical_name(name): parameter for name, parameter in model.named_parameters()}
-    kept = {}
+    kept: dict[str, nn.Parameter] = {}
     for pattern in patterns:
         meant = {name: parameter for name, parameter in named.items() if fnmatchcase(name, pattern)}
         if not meant and not (is_stage and _may_be_elsewhere(model, pattern)):
@@ -67,7 +67,7 @@ class ComputeDtype:
             for module, name in self._places:
                 own = module.get_parameter(name)
                 copied = nn.Parameter(own.detach().to(self._dtype), requires_grad=False)
-                _, copied = made.setdefault(id(own), (own, copied))
+                own, copied = made.setdefault(id(own), (own, copied))
                 module.register_parameter(name, copied)
             self._copies = list(made.values())
             self._versions = [own._version for own, _ in self._copies]

@@ -48,7 +48,7 @@ class Lora:
             parameter.requires_grad_(False)
         for linear in chosen.values():
             setattr(linear, _NAME, Adapter(linear, self._config.rank, self._scale))
-        model.__class__ = _adapted_model(type(model))
+        model.__class__ = _adapted_model(type(model))  # type: ignore[arg-type]  # torch types __hash__ of modules oddly
 
     def apply(self, model: nn.Module, context: PassContext) -> tuple[nn.Module, Sequence[str]]:
         """Same as ``ParallelPass.apply``.
@@ -65,7 +65,7 @@ class Lora:
         for name in touched:
             linear = model.get_submodule(name)
             linear.get_submodule(_NAME).cut_as(linear)  # type: ignore[operator]  # an Adapter
-            linear.__class__ = _adapted(type(linear))
+            linear.__class__ = _adapted(type(linear))  # type: ignore[arg-type]  # torch types __hash__ of modules oddly
         return model, touched
 
     def layout(self, model: nn.Module) -> Mapping[str, Ends]:
@@ -152,7 +152,8 @@ class _Adapted:
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         output: torch.Tensor = super().forward(hidden)  # type: ignore[misc]  # that of the layer's own class
-        return output + self.adapter(hidden)
+        adapted: torch.Tensor = output + self.adapter(hidden)
+        return adapted
 
 
 class _AdaptedModel:
@@ -175,7 +176,7 @@ class _AdaptedModel:
         with _without_adapters(self):
             flops: float = super().flops_per_token(seq_len)  # type: ignore[misc]
             roles = super().parameter_roles()  # type: ignore[misc]
-            frozen = sum(p.numel() for name, p in self.named_parameters() if roles.get(name) in ("matrix", "head"))
+            frozen: int = sum(p.numel() for name, p in self.named_parameters() if roles.get(name) in ("matrix", "head"))
         added = sum(p.numel() for _, adapter in _adapters_of(self) for p in adapter.parameters())
         return flops - 2.0 * frozen + 6.0 * added
 

@@ -80,7 +80,7 @@ class _Interception(TorchFunctionMode):
             raise ConfigError(f'{_METHOD} is for causal attention, and this model asks for {asked}; take "gather"')
         kernel = kernel_for(query, key, value)
         self._calls.append(kernel.name)
-        attended: torch.Tensor = _Ring.apply(query, key, value, self._ring, kernel, self._group, scale)
+        attended: torch.Tensor = _Ring.apply(query, key, value, self._ring, kernel, self._group, scale)  # type: ignore[no-untyped-call]  # torch's
         return attended
 
 
@@ -90,7 +90,7 @@ class _Ring(torch.autograd.Function):
     like this, there is a kernel or there is an error."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         q: torch.Tensor,
         k: torch.Tensor,
@@ -117,7 +117,7 @@ class _Ring(torch.autograd.Function):
         return out  # type: ignore[no-any-return]  # torch's
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q, k, v, out, sums = ctx.saved_tensors
         gradients = ctx.ring._templated_ring_attention_backward(
             ctx.group,
@@ -183,9 +183,9 @@ def _enabled() -> list[str]:
     """The kernels that ``torch.nn.attention.sdpa_kernel`` allows here."""
     allowed = torch.backends.cuda  # of the CPU as well
     enabled = {
-        "flash": allowed.flash_sdp_enabled(),
-        "efficient": allowed.mem_efficient_sdp_enabled(),
-        "cudnn": allowed.cudnn_sdp_enabled(),
+        "flash": allowed.flash_sdp_enabled(),  # type: ignore[no-untyped-call]  # torch's
+        "efficient": allowed.mem_efficient_sdp_enabled(),  # type: ignore[no-untyped-call]  # torch's
+        "cudnn": allowed.cudnn_sdp_enabled(),  # type: ignore[no-untyped-call]  # torch's
     }
     return [name for name, is_enabled in enabled.items() if is_enabled]
 

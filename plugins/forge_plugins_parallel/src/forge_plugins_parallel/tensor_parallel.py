@@ -312,7 +312,7 @@ def _watch_shapes(model: nn.Module, embeddings: Sequence[str], ranks: int) -> No
             )
 
     def repeat(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        ids = torch.atleast_2d(args[0])  # further tokens are (B, S, K)
+        ids = torch.atleast_2d(args[0])  # type: ignore[no-untyped-call]  # torch's; further tokens are (B, S, K)
         return ids.expand(rows, *ids.shape[1:]), *args[1:]
 
     model.register_forward_pre_hook(look, with_kwargs=True)

@@ -16,7 +16,8 @@ def units_of(model: Any) -> dict[str, nn.Module]:
         PluginError: the model names a unit that it does not have.
     """
     blocks = {f"blocks.{name}": block for name, block in model.blocks.items()}
-    before, after = {}, {}
+    before: dict[str, nn.Module] = {}
+    after: dict[str, nn.Module] = {}
     at_end = [f"{part}." for part, stage in stages_of_parts(model).items() if stage == "last"]
     for name in model.units() if hasattr(model, "units") else ():
         try:
