@@ -216,7 +216,7 @@ class _Layout:
 
     def add_zeros(self, rows: torch.Tensor, padded: torch.Tensor) -> None:
         """From ``(R, F)`` to ``(P, F)``."""
-        own = rows[: sum(self.counts)].split(self.counts)
+        own = rows[: sum(self.counts)].split(self.counts)  # type: ignore[no-untyped-call]  # torch's
         zero = rows.new_zeros(1, rows.shape[1])
         pieces = zip(own, (zero.expand(size, -1) for size in self.zeros), strict=True)
         torch.cat([*itertools.chain(*pieces)], out=padded[: self.n_rows])
@@ -224,7 +224,7 @@ class _Layout:
     def without_zeros(self, padded: torch.Tensor, n_rows: int) -> torch.Tensor:
         """From ``(P, F)`` to ``(R, F)``."""
         sizes = itertools.chain(*zip(self.counts, self.zeros, strict=True))
-        own = padded[: self.n_rows].split([*sizes])[::2]
+        own = padded[: self.n_rows].split([*sizes])[::2]  # type: ignore[no-untyped-call]  # torch's
         return torch.cat([*own, padded.new_zeros(n_rows - sum(self.counts), padded.shape[1])])
 
 

@@ -62,7 +62,7 @@ def _loop(counts: torch.Tensor) -> Product:
 
     def product(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         rest = len(rows) - sum(sizes)
-        parts = rows.split([*sizes, rest])[:-1]
+        parts = rows.split([*sizes, rest])[:-1]  # type: ignore[no-untyped-call]  # torch's
         products = [part @ one.T for part, one in zip(parts, weight, strict=True)]
         return torch.cat([*products, rows.new_zeros(rest, weight.shape[1])])
 

@@ -164,7 +164,7 @@ def _turn(name: str, config: TransformerConfig, *, to_pairs: bool) -> Callable[[
     turn = latent.rotary_dim, to_pairs
     if name.endswith("attention.q.weight"):
         heads = torch.arange(config.n_heads * (latent.plain_dim + latent.rotary_dim)).view(config.n_heads, -1)
-        plain, rotary = heads.split((latent.plain_dim, latent.rotary_dim), dim=1)
+        plain, rotary = heads.split((latent.plain_dim, latent.rotary_dim), dim=1)  # type: ignore[no-untyped-call]  # torch's
         return Rows(torch.cat([plain, rotary[:, _order(*turn)]], dim=1).flatten())
     return Rows(torch.cat([torch.arange(latent.kv_rank), latent.kv_rank + _order(*turn)]))
 

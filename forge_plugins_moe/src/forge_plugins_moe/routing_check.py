@@ -95,5 +95,5 @@ def _wrong_assignments(routing: Routing, n_tokens: int, n_experts: int, valid: t
     if weight[~some].any():
         yield "a weight of an assignment to no expert in Routing.weight, which must be 0"
     pairs = token[some] * n_experts + expert[some]
-    if len(pairs.unique()) < len(pairs):
+    if len(pairs.unique()) < len(pairs):  # type: ignore[no-untyped-call]  # torch's
         yield "a token twice with the same expert"

@@ -45,7 +45,7 @@ def router_logits(
     """``(B, S, E)`` fp32, before noise and biases of balancing; 0 at padding."""
     flat = None if valid is None else valid.flatten()
     logits: torch.Tensor = layer.router.logits(hidden.flatten(0, 1), flat)
-    return logits.unflatten(0, hidden.shape[:2])
+    return logits.unflatten(0, hidden.shape[:2])  # type: ignore[no-any-return, no-untyped-call]  # torch's
 
 
 def chosen_experts(
@@ -83,7 +83,7 @@ def expert_outputs(experts: Any, hidden: torch.Tensor, assignments: Assignments,
     )
     copies = hidden.flatten(0, 1).index_select(0, given.token).view(len(hidden), -1, hidden.shape[2])
     output: torch.Tensor = experts.forward(copies, each)
-    return output.unflatten(1, (-1, copies.shape[1] // hidden.shape[1]))
+    return output.unflatten(1, (-1, copies.shape[1] // hidden.shape[1]))  # type: ignore[no-any-return, no-untyped-call]  # torch's
 
 
 def weighted_sum(

@@ -10,6 +10,7 @@ import functools
 import math
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
+from typing import Any
 
 import attrs
 import torch
@@ -101,7 +102,8 @@ class Attention(nn.Module):
 
     def forward(self, hidden: torch.Tensor, surroundings: BlockInputs, cache: LayerCache | None = None) -> torch.Tensor:
         """``(B, S, D)`` to ``(B, S, D)``."""
-        return self.o(self.mix(*self.project(hidden, surroundings), surroundings, cache))
+        output: torch.Tensor = self.o(self.mix(*self.project(hidden, surroundings), surroundings, cache))
+        return output
 
     def project(
         self, hidden: torch.Tensor, surroundings: BlockInputs
@@ -133,7 +135,7 @@ class Attention(nn.Module):
         if cache is not None:
             k, v = cache.append(k, v)
         given = surroundings.mask, surroundings.causal, sinks, surroundings.noise
-        mixed = self.core(q, k, v, *given, cached=cache is not None)
+        mixed: torch.Tensor = self.core(q, k, v, *given, cached=cache is not None)
         return mixed.transpose(1, 2).flatten(2)
 
     def init_weights(self, rng: Initializer, prefix: str, residual_std: float, std: float) -> None:
@@ -272,10 +274,12 @@ def attend(
     grouped = q.shape[1] != k.shape[1]
     if isinstance(mask, BlockMask):
         # Inside a compiled block the call is compiled with it; outside, only the compiled kernel is worth having.
-        flex = flex_attention if torch.compiler.is_compiling() else _compiled_flex_attention()
+        eager: Callable[..., Any] = flex_attention
+        flex = eager if torch.compiler.is_compiling() else _compiled_flex_attention()
         capped = None if softcap is None else _capping(softcap)
         if sinks is None:
-            return flex(q, k, v, score_mod=capped, block_mask=mask, enable_gqa=grouped)
+            attended: torch.Tensor = flex(q, k, v, score_mod=capped, block_mask=mask, enable_gqa=grouped)
+            return attended
         with_sums = AuxRequest(lse=True)
         mixed, sums = flex(q, k, v, score_mod=capped, block_mask=mask, enable_gqa=grouped, return_aux=with_sums)
         return rescale(mixed, sums.lse, sinks)
@@ -304,7 +308,7 @@ def _attend_explicitly(
     drop: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """By plain products; the logits ``(B, H_kv, H / H_kv, S, T)`` exist in fp32."""
-    q = q.unflatten(1, (k.shape[1], -1))
+    q = q.unflatten(1, (k.shape[1], -1))  # type: ignore[no-untyped-call]  # torch's
     logits = (q @ k.unsqueeze(2).mT).float() / math.sqrt(q.shape[-1])
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
@@ -338,5 +342,5 @@ _KERNELS = {
 
 
 @functools.cache
-def _compiled_flex_attention() -> Callable[..., torch.Tensor]:
+def _compiled_flex_attention() -> Callable[..., Any]:
     return torch.compile(flex_attention)

@@ -5,6 +5,7 @@ Shapes: B = batch, H = query heads, H_kv = key-value heads, S = queries, T = key
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -26,14 +27,14 @@ _QUERIES = ("sample", "head", "position", "head_width")
 def core_sites(name: str = "core") -> dict[str, Site]:
     """The sites of an ``AttentionCore`` that is called ``name``."""
     folder = "forge_plugins_dense.attention_sites"
-    computed = {"module": name, "where": "input", "dims": _SCORES, "computed_from": _QUERIES}
+    computed = functools.partial(Site, module=name, where="input", dims=_SCORES, computed_from=_QUERIES)
     return {
         "q_rot": Site(module=name, where="input", argument=0, dims=_QUERIES),
         "k_rot": Site(module=name, where="input", argument=1, dims=("sample", "kv_head", "key", "head_width")),
-        "attn_scores_raw": Site(**computed, compute=f"{folder}:raw_scores"),
-        "attn_scores_scaled": Site(**computed, compute=f"{folder}:scaled_scores"),
-        "attn_scores": Site(**computed, compute=f"{folder}:scores", replace=f"{folder}:mixed_by_scores"),
-        "attn_pattern": Site(**computed, compute=f"{folder}:pattern", replace=f"{folder}:mixed_by_pattern"),
+        "attn_scores_raw": computed(compute=f"{folder}:raw_scores"),
+        "attn_scores_scaled": computed(compute=f"{folder}:scaled_scores"),
+        "attn_scores": computed(compute=f"{folder}:scores", replace=f"{folder}:mixed_by_scores"),
+        "attn_pattern": computed(compute=f"{folder}:pattern", replace=f"{folder}:mixed_by_pattern"),
         "z": Site(module=name, dims=_QUERIES),
     }
 
@@ -63,7 +64,7 @@ def raw_scores(core: nn.Module, q: torch.Tensor, k: torch.Tensor, *_: Any, **__:
 
 
 def _products(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-    grouped = q.unflatten(1, (k.shape[1], -1))
+    grouped: torch.Tensor = q.unflatten(1, (k.shape[1], -1))  # type: ignore[no-untyped-call]  # torch's
     return (grouped @ k.unsqueeze(2).mT).flatten(1, 2)
 
 
@@ -109,7 +110,8 @@ def _seen(core: nn.Module, mask: Mask, causal: bool, q: torch.Tensor, k: torch.T
 
 def _seen_in_blocks(mask: BlockMask, n_queries: int, n_keys: int) -> torch.Tensor:
     """As kernels read it: ``mask_mod`` decides within the blocks that are listed as partial; full ones are seen."""
-    by_element = create_mask(mask.mask_mod, *mask.shape[:2], n_queries, n_keys, device=str(mask.kv_indices.device))
+    device = str(mask.kv_indices.device)
+    by_element = create_mask(mask.mask_mod, mask.shape[0], mask.shape[1], n_queries, n_keys, device=device)
     seen = by_element & _listed(mask.kv_num_blocks, mask.kv_indices, mask.BLOCK_SIZE, n_queries, n_keys)
     if mask.full_kv_num_blocks is None or mask.full_kv_indices is None:
         return seen
@@ -183,7 +185,7 @@ def mixed_by_pattern(
         weights: ``(B, H, S, T)``.
         v: ``(B, H_kv, T, head_size of v)``.
     """
-    grouped = weights.to(v.dtype).unflatten(1, (v.shape[1], -1))
+    grouped: torch.Tensor = weights.to(v.dtype).unflatten(1, (v.shape[1], -1))  # type: ignore[no-untyped-call]  # torch's
     return (grouped @ v.unsqueeze(2)).flatten(1, 2)
 
 
@@ -213,4 +215,4 @@ def head_outputs(o: Any, mixed: torch.Tensor, *, head_size: int) -> torch.Tensor
     """
     weight = o.weight.to_local() if isinstance(o.weight, DTensor) else o.weight
     by_head = weight.unflatten(1, (-1, head_size)).to(mixed.dtype)
-    return torch.einsum("bshd,ohd->bsho", mixed.unflatten(-1, (-1, head_size)), by_head)
+    return torch.einsum("bshd,ohd->bsho", mixed.unflatten(-1, (-1, head_size)), by_head)  # type: ignore[no-untyped-call]  # torch's

@@ -67,7 +67,7 @@ class Block(nn.Module):
 
     def mixed(self, hidden: torch.Tensor, surroundings: BlockInputs, cache: LayerCache | None) -> torch.Tensor:
         """The mixer's share of the residual stream, ``(B, S, D)``."""
-        mixed = self.attention(self.attention_norm(hidden), surroundings, cache)
+        mixed: torch.Tensor = self.attention(self.attention_norm(hidden), surroundings, cache)
         return mixed if self.attention_output_norm is None else self.attention_output_norm(mixed)
 
     def changed(self, hidden: torch.Tensor, surroundings: BlockInputs, *, generates: bool) -> torch.Tensor:
@@ -78,7 +78,7 @@ class Block(nn.Module):
         """
         facts = {name: surroundings.facts[name] for name in self._layer_needs}
         with generating(self.feed_forward) if generates else nullcontext():
-            changed = self.feed_forward(self.feed_forward_norm(hidden), surroundings.valid, **facts)
+            changed: torch.Tensor = self.feed_forward(self.feed_forward_norm(hidden), surroundings.valid, **facts)
         return changed if self.feed_forward_output_norm is None else self.feed_forward_output_norm(changed)
 
     @property
@@ -139,7 +139,8 @@ class Block(nn.Module):
 
     def active_parameters(self) -> int:
         """Weights of matrices that are multiplied for one token."""
-        return self.attention.active_parameters() + self.feed_forward.active_parameters()
+        weights: int = self.attention.active_parameters() + self.feed_forward.active_parameters()
+        return weights
 
     def mixing_flops(self, seq_len: int) -> float:
         """Same as ``SequenceMixer.mixing_flops``."""

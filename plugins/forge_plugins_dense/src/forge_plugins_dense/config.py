@@ -125,7 +125,7 @@ def _selects_layers(config: TransformerConfig, _: attrs.Attribute[Any], value: t
             raise ValueError(f"[{number}].rope_stretched is given, and the model has none of {', '.join(_SCALINGS)}")
 
 
-def _has_a_capped_kernel(config: TransformerConfig, _: attrs.Attribute[float | None], value: float | None) -> None:
+def _has_a_capped_kernel(config: TransformerConfig, _: attrs.Attribute[Any], value: float | None) -> None:
     if value is not None and config.attention not in ("auto", "math", "flex"):
         raise ValueError(f'attention = "{config.attention}" does not cap logits; "auto", "math" and "flex" do')
 

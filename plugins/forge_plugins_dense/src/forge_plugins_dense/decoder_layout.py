@@ -69,7 +69,7 @@ def _joined(*parts: torch.Tensor) -> torch.Tensor:
 
 
 def _part_of_rows(whole: torch.Tensor, index: int, *, sizes: tuple[int, ...]) -> torch.Tensor:
-    return whole.split(sizes)[index].contiguous()
+    return whole.split(sizes)[index].contiguous()  # type: ignore[no-any-return, no-untyped-call]  # torch's
 
 
 class DecoderLayout(WeightLayout):
@@ -204,8 +204,8 @@ class DecoderLayout(WeightLayout):
         inside = {self.inside[ours]: Fused((ours,)) for ours in sorted(apart)}
         for number in range(config.n_layers):
             for theirs, one in {**inside, **fused}.items():
-                ours = tuple(f"blocks.{number}.{name}" for name in one.ours)
-                yield f"{prefix}{self.layer.format(number)}{theirs}", attrs.evolve(one, ours=ours)
+                names = tuple(f"blocks.{number}.{name}" for name in one.ours)
+                yield f"{prefix}{self.layer.format(number)}{theirs}", attrs.evolve(one, ours=names)
 
     def _biased(self, config: TransformerConfig) -> set[str]:
         """Our modules with a bias."""
@@ -271,7 +271,7 @@ def _differences(config: TransformerConfig, table: Table) -> Iterator[str]:
         table["mixer"] = unknown if config.mixer is None else attrs.evolve(config.mixer, name=name)
     for key, scaling in (("rope_scaling", Llama3Scaling), ("yarn", YarnScaling), ("long_rope", LongRope)):
         if key in table:
-            given = {name: tuple(one) if isinstance(one, list) else one for name, one in table[key].items()}
+            given: Table = {name: tuple(one) if isinstance(one, list) else one for name, one in table[key].items()}
             table[key] = scaling(**given)
     ours, theirs = _computed(config), _computed(TransformerConfig(**table))
     return (key for key, value in ours.items() if not _alike(value, theirs[key]))

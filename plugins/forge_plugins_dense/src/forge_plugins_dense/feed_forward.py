@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Mapping
 
 import attrs
 import torch
@@ -43,7 +44,8 @@ class MLP(nn.Module):
 
     def forward(self, hidden: torch.Tensor, valid: torch.Tensor | None = None) -> torch.Tensor:
         """``(B, S, D)`` to ``(B, S, D)``; padding is computed along, which changes nothing elsewhere."""
-        return self.down(self.raised(hidden))
+        output: torch.Tensor = self.down(self.raised(hidden))
+        return output
 
     def raised(self, hidden: torch.Tensor) -> torch.Tensor:
         """``(B, S, D)`` to ``(B, S, H)``, what the last product is given."""
@@ -51,7 +53,8 @@ class MLP(nn.Module):
             return self.clamp(self.gate(hidden), self.up(hidden))
         activate = _ACTIVATIONS[self.activation]
         if self.gate is not None:
-            return activate(self.gate(hidden)) * self.up(hidden)
+            raised: torch.Tensor = activate(self.gate(hidden)) * self.up(hidden)
+            return raised
         return activate(self.up(hidden))
 
     def init_weights(self, rng: Initializer, prefix: str, residual_std: float, std: float) -> None:
@@ -86,7 +89,7 @@ def _relu2(x: torch.Tensor) -> torch.Tensor:
     return F.relu(x).square()
 
 
-_ACTIVATIONS = {
+_ACTIVATIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
     "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),

@@ -64,7 +64,7 @@ class GemmaLayout(RelativeLayout):
     }
 
     def read(self, hf: Mapping[str, Any]) -> Table:
-        return super().read(ChainMap({"hidden_act": "silu"}, hf)) | self._beyond_llama(hf)
+        return super().read(ChainMap({"hidden_act": "silu"}, cast("Table", hf))) | self._beyond_llama(hf)
 
     def _beyond_llama(self, hf: Mapping[str, Any]) -> Table:
         hf["hidden_act"]  # of early files, which ``hidden_activation`` stands above
@@ -157,7 +157,7 @@ class Gemma3Layout(GemmaLayout):
             hf.get("rope_scaling")  # the same once more
             everywhere, local = (
                 rope_from_hf(
-                    ChainMap({"rope_parameters": {"rope_theta": hf[base]} | (rope.get(kind) or {})}, hf),
+                    ChainMap({"rope_parameters": {"rope_theta": hf[base]} | (rope.get(kind) or {})}, cast("Table", hf)),
                     self.architectures[0],
                 )
                 for kind, base in (("full_attention", "rope_theta"), ("sliding_attention", "rope_local_base_freq"))
@@ -176,7 +176,7 @@ class Gemma3Layout(GemmaLayout):
     def read(self, hf: Mapping[str, Any]) -> Table:
         # the keys of rotary positions are read for each kind of layer
         apart: Table = {"rope_parameters": None, "rope_scaling": None, "rope_theta": 10_000.0, "hidden_act": "silu"}
-        return RelativeLayout.read(self, ChainMap(apart, hf)) | self._beyond_llama(hf)
+        return RelativeLayout.read(self, ChainMap(apart, cast("Table", hf))) | self._beyond_llama(hf)
 
     def write(self, config: TransformerConfig, vocab_size: int) -> Table:
         layers = [config.layer(number) for number in range(config.n_layers)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import ChainMap
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from forge_core.errors import ConfigError
 from forge_plugins_dense.config import TransformerConfig
@@ -131,7 +131,7 @@ class GPTNeoXLayout(DecoderLayout):
             "tie_embeddings": hf.get("tie_word_embeddings", False),
             "init_std": hf.get("initializer_range", 0.02),
             "feed_forward": _two_matrices(hf, "hidden_act") | {"hidden_dim": hf["intermediate_size"]},
-        } | rope_from_hf(ChainMap({"rope_parameters": {**rope, **given}}, hf), name, partial=True)
+        } | rope_from_hf(ChainMap({"rope_parameters": {**rope, **given}}, cast("Table", hf)), name, partial=True)
 
     def write(self, config: TransformerConfig, vocab_size: int) -> Table:
         rope = rope_to_hf(config)
@@ -163,10 +163,10 @@ class GPTNeoXLayout(DecoderLayout):
         def join(*parts: torch.Tensor) -> torch.Tensor:
             import torch  # forge validate does without
 
-            return torch.cat([part.unflatten(0, (heads, -1)) for part in parts], dim=1).flatten(0, 1)
+            return torch.cat([part.unflatten(0, (heads, -1)) for part in parts], dim=1).flatten(0, 1)  # type: ignore[no-untyped-call]  # torch's
 
         def part(whole: torch.Tensor, index: int) -> torch.Tensor:
-            return whole.unflatten(0, (heads, 3, -1))[:, index].flatten(0, 1)
+            return whole.unflatten(0, (heads, 3, -1))[:, index].flatten(0, 1)  # type: ignore[no-any-return, no-untyped-call]  # torch's
 
         def find(index: int, features: slice) -> list[slice]:
             size, found = config.head_size, []

@@ -13,7 +13,8 @@ from typing import Any, TypeVar
 import attrs
 
 from forge_core.errors import ConfigError
-from forge_plugins_dense.config import MLPConfig, TransformerConfig
+from forge_plugins_dense.config import TransformerConfig
+from forge_plugins_dense.feed_forward_config import MLPConfig
 from forge_plugins_dense.huggingface_layers import (
     tables_of_windows,
     used_windows_from_hf,

@@ -39,7 +39,7 @@ def document_block_mask(document: torch.Tensor, window: int = 0) -> BlockMask:
     seq_len = document.shape[1]
     n_tiles = -(-seq_len // BLOCK)
     rest = n_tiles * BLOCK - seq_len
-    tiles = torch.cat((document, document[:, -1:].expand(-1, rest)), dim=1).unflatten(1, (n_tiles, BLOCK))
+    tiles = torch.cat((document, document[:, -1:].expand(-1, rest)), dim=1).unflatten(1, (n_tiles, BLOCK))  # type: ignore[no-untyped-call]  # torch's
     low, high = tiles.amin(-1), tiles.amax(-1)
 
     index = torch.arange(n_tiles, device=document.device)

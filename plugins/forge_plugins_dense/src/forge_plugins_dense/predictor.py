@@ -31,6 +31,9 @@ class Predictor(nn.Module):
     fraction of the positions looked at where its likeliest token is the target.
     """
 
+    measured: torch.Tensor
+    last_measured: torch.Tensor
+
     def __init__(self, *, block: Block, make_norm: Callable[[], nn.Module]) -> None:
         """
         Args:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -155,15 +155,19 @@ class Transformer(nn.Module):
         if self.head is None:
             return normed if embedded is None else (normed, {"further_embedded": embedded})
         if loss is None:
-            return self.head(normed)
+            logits: torch.Tensor = self.head(normed)
+            return logits
         if targets is None:
             raise ValueError("a loss needs targets")
         summed = loss(normed, self.head, targets)
         if embedded is None or not predicts:
             return summed
+        predictors, config = self._predictors(), self.config.multi_token
+        assert further_tokens is not None
+        assert further_targets is not None
+        assert config is not None
         usual = surroundings[self.kinds[str(self.config.n_layers)]]
         each = self._surroundings_ahead(usual, further_tokens, noise)
-        predictors, config = self._predictors(), self.config.multi_token
         scaled = functools.partial(times, self.config.output_multiplier)
         return attach_predictions(
             summed, hidden, embedded, predictors, each, loss, self.head, further_targets, config, scaled
@@ -174,12 +178,12 @@ class Transformer(nn.Module):
         if self.embed is not None:
             rng.fill("embed.weight", self.embed.weight, normal(std))
             if self.config.learned_positions:
-                rng.fill("embed.positions.weight", self.embed.positions.weight, normal(std))
-        for layer, block in self.blocks.items():
+                rng.fill("embed.positions.weight", self.embed.get_parameter("positions.weight"), normal(std))
+        for layer, block in self._blocks_by_layer():
             block.init_weights(rng, f"blocks.{layer}.", std / math.sqrt(2 * self._depth_of(int(layer))), std)
         if self.norm is not None:
             init_norm(self.norm, rng, "norm.")
-        if self._has_own_head():
+        if self.head is not None and self._has_own_head():
             rng.fill("head.weight", self.head.weight, normal(std))
 
     def _depth_of(self, layer: int) -> int:
@@ -194,7 +198,7 @@ class Transformer(nn.Module):
             plan["embed"] = "embedding"
             if self.config.learned_positions:
                 plan["embed.positions"] = "embedding"
-        for layer, block in self.blocks.items():
+        for layer, block in self._blocks_by_layer():
             plan |= {f"blocks.{layer}.{name}": role for name, role in block.parallel_plan().items()}
         if self.embed_dropout is not None:
             plan["embed_dropout"] = "residual"
@@ -212,10 +216,10 @@ class Transformer(nn.Module):
     def needs(self) -> frozenset[str]:
         """What its layers need to know of tokens."""
         own = {"noise"} if self.config.has_dropout else ()
-        return frozenset(own).union(*(block.needs for block in self.blocks.values()))
+        return frozenset(own).union(*(block.needs for _, block in self._blocks_by_layer()))
 
     def context_plan(self) -> list[str]:
-        return [f"blocks.{layer}.{name}" for layer, block in self.blocks.items() for name in block.context_plan()]
+        return [f"blocks.{layer}.{name}" for layer, block in self._blocks_by_layer() for name in block.context_plan()]
 
     def attention_windows(self) -> tuple[int, ...]:
         """Same as ``ContextParallelModel.attention_windows``."""
@@ -223,7 +227,7 @@ class Transformer(nn.Module):
 
     def recompute_plan(self) -> dict[str, Recompute]:
         plan: dict[str, Recompute] = dict.fromkeys(_DEAR, "keep")
-        for block in self.blocks.values():
+        for _, block in self._blocks_by_layer():
             plan |= block.recompute_plan()
         return plan
 
@@ -231,7 +235,7 @@ class Transformer(nn.Module):
         roles: dict[str, ParameterRole] = {}
         if self.embed is not None:
             roles |= {f"embed.{name}": "embedding" for name, _ in self.embed.named_parameters()}
-        for layer, block in self.blocks.items():
+        for layer, block in self._blocks_by_layer():
             roles |= {f"blocks.{layer}.{name}": role for name, role in block.parameter_roles().items()}
         if self.norm is not None:
             roles |= norm_roles(self.norm, "norm.")
@@ -244,7 +248,8 @@ class Transformer(nn.Module):
         found = {} if self.embed is None else {"embed": Site(module="embed", dims=STREAM)}
         for layer in self._layers():
             name = f"blocks.{layer}"
-            found |= {f"{name}.{key}": within(name, site) for key, site in self.blocks[layer].sites().items()}
+            block: Any = self.blocks[layer]
+            found |= {f"{name}.{key}": within(name, site) for key, site in block.sites().items()}
         if self.norm is not None and self.head is not None:
             found["final_norm"] = Site(module="norm", dims=STREAM)
             found["logits"] = Site(module="head", dims=("sample", "position", "token"))
@@ -253,10 +258,11 @@ class Transformer(nn.Module):
     def flops_per_token(self, seq_len: int) -> float:
         """Same as ``Model.flops_per_token``, of the parts that are present; ``D`` is ``n_heads`` times the features
         of a head, in latent attention the mean of those of keys and of values, and ``S`` at most the window."""
-        weights = sum(block.active_parameters() for block in self.blocks.values())
+        weights: int = sum(block.active_parameters() for _, block in self._blocks_by_layer())
         if self.head is not None:
             weights += self.head.weight.numel() * (1 + self.n_predictors)
-        return 6.0 * weights + sum(block.mixing_flops(seq_len) for block in self.blocks.values())
+        mixing: float = sum(block.mixing_flops(seq_len) for _, block in self._blocks_by_layer())
+        return 6.0 * weights + mixing
 
     def make_cache(self, batch_size: int, max_len: int) -> KeyValueCache:
         """Same as ``GenerativeModel.make_cache``.
@@ -267,7 +273,8 @@ class Transformer(nn.Module):
         self._check_length(max_len)
         cache = KeyValueCache(self._layers(), batch_size, max_len)
         for layer in self._layers():
-            mixer = self.blocks[layer].attention
+            block: Any = self.blocks[layer]
+            mixer = block.attention
             if hasattr(mixer, "make_cache"):
                 cache.layers[layer] = mixer.make_cache(batch_size, max_len)
         return cache
@@ -295,6 +302,10 @@ class Transformer(nn.Module):
         """The keys of the blocks that lead to the next token."""
         return [layer for layer in self.blocks if int(layer) < self.config.n_layers]
 
+    def _blocks_by_layer(self) -> Iterable[tuple[str, Any]]:
+        """All blocks, each with what ``Block`` has, of which torch's types know nothing."""
+        return self.blocks.items()
+
     def _predictors(self) -> list[Any]:
         return [block for layer, block in self.blocks.items() if int(layer) >= self.config.n_layers]
 
@@ -302,7 +313,8 @@ class Transformer(nn.Module):
         """Hidden states ``(B, S, D)``."""
         hidden = self._embedded(tokens)
         if self.config.learned_positions:
-            hidden = hidden + self.embed.positions(positions.clamp(min=0))
+            embed: Any = self.embed  # torch's types do not know that it has positions
+            hidden = hidden + embed.positions(positions.clamp(min=0))
         return self.enter(hidden, facts)
 
     def _embedded_ahead(
@@ -314,11 +326,14 @@ class Transformer(nn.Module):
             return None
         if self.embed is None:
             return further_embedded if self.head is None else self.arrival(further_embedded)
-        if self.head is None:
-            return self.departure(self._embedded(further_tokens.clamp(min=0)))
-        return self._embedded(further_tokens.clamp(min=0)) if predicts else None
+        if self.head is not None and not predicts:
+            return None
+        assert further_tokens is not None
+        embedded = self._embedded(further_tokens.clamp(min=0))
+        return self.departure(embedded) if self.head is None else embedded
 
     def _embedded(self, tokens: torch.Tensor) -> torch.Tensor:
+        assert self.embed is not None
         return times(self.config.embed_multiplier, self.embed(tokens))
 
     def _surroundings_ahead(
@@ -390,7 +405,7 @@ class Transformer(nn.Module):
         mask: Mask | Mapping[int, Mask],
         cache: KeyValueCache | None,
         facts: Mapping[str, torch.Tensor],
-        lengths: torch.Tensor | None,
+        lengths: torch.Tensor | int | None,
     ) -> dict[LayerKind, BlockInputs]:
         """What the blocks of each kind are given."""
         if cache is None:
@@ -442,7 +457,7 @@ class Transformer(nn.Module):
             if self.embed is None and token_ids is None:
                 raise ValueError("a stage without the embedding must be given token_ids, as its layers need them")
             facts["token_ids"] = tokens if token_ids is None else token_ids
-        if any("noise" in block.needs for block in self.blocks.values()):  # a layer's own takes its place
+        if any("noise" in block.needs for _, block in self._blocks_by_layer()):  # a layer's own takes its place
             limit = 2**62 if self.training else 1
             facts["noise"] = torch.randint(limit, tokens.shape[:2], device=tokens.device)
         return facts
