@@ -200,7 +200,7 @@ def test_tells_of_an_expert_without_tokens_once_until_it_has_some(run, sparse, t
             callback.step_end(run, StepContext(step, 0, {}, logged=logged))
         assert logged or not reads.count
         assert bool(callback._looks) == logged
-        callback.step_logged(run, step)
+        callback.step_logged(run, step, {})
 
     assert said[0] == "experts: blocks.1.feed_forward: experts 1, 3 have had no token for 4 steps"
     assert said[1:] == ["experts: blocks.1.feed_forward: expert 1 has had no token for 4 steps"]
@@ -220,7 +220,7 @@ def test_a_run_that_goes_on_counts_on_and_tells_nothing_twice(run, sparse):
         callback.run_start(run)
         for step in (first, first + 1):
             callback.step_end(run, StepContext(step, 0, {}, logged=step % 2 == 0))
-        callback.step_logged(run, step)
+        callback.step_logged(run, step, {})
 
     assert said == ["experts: blocks.1.feed_forward: experts 1, 3 have had no token for 4 steps"]
 
@@ -241,7 +241,7 @@ def test_a_run_that_is_saved_between_looks_counts_on_from_there(run, sparse):
             callback.run_start(run)
         layer.last_load.copy_(torch.tensor([9, int(step == 3), 1, 1]))
         callback.step_end(run, StepContext(step, 0, {}, logged=step in (2, 7)))
-        callback.step_logged(run, step)
+        callback.step_logged(run, step, {})
 
     assert said == []
 
@@ -256,7 +256,7 @@ def test_a_run_that_goes_back_counts_from_there(run, sparse):
     for steps in ((1, 2, 3), (2, 3)):  # back to the state at the beginning, and then not far enough
         for step in steps:
             callback.step_end(run, StepContext(step, 0, {}, logged=True))
-            callback.step_logged(run, step)
+            callback.step_logged(run, step, {})
         callback.load_state({"step": 0}, 1)
 
     assert said == []

@@ -10,7 +10,8 @@ import attrs
 from attrs.validators import ge, gt, optional
 
 from forge_core.api import ComponentRef, Slot
-from forge_plugins_dense.config import Activation, MLPConfig
+from forge_plugins_dense.config import Activation
+from forge_plugins_dense.feed_forward_config import MLPConfig
 
 if TYPE_CHECKING:
     from forge_core.config.sections import Job
@@ -33,12 +34,12 @@ def _is_listed_once(_: object, __: attrs.Attribute[Any], value: tuple[int, ...] 
         raise ValueError(f"names the layer {twice[0]} twice")
 
 
-def _has_shared_experts(config: MoEConfig, _: attrs.Attribute[bool], value: bool) -> None:
+def _has_shared_experts(config: MoEConfig, _: attrs.Attribute[Any], value: int | None) -> None:
     if value and config.shared_experts == 0:
         raise ValueError("has no effect without shared_experts")
 
 
-def _has_capacity(config: MoEConfig, attribute: attrs.Attribute[object], value: object) -> None:
+def _has_capacity(config: MoEConfig, attribute: attrs.Attribute[Any], value: object) -> None:
     if value != attribute.default and config.capacity_factor is None:
         raise ValueError("has no effect without capacity_factor")
 
@@ -245,7 +246,7 @@ class MoEConfig:
             key = "layers" if self.layers is not None else "first_dense" if self.first_dense >= n_layers else "every"
             yield key, f"leaves none of the {n_layers} layers sparse"
         beyond = [layer for layer in self.layers or () if n_layers is not None and not 0 <= layer < n_layers]
-        if beyond and sparse:
+        if n_layers is not None and beyond and sparse:
             yield "layers", f"has {beyond[0]}, and the model's layers are 0 to {n_layers - 1}"
 
 

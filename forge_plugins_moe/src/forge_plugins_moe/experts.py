@@ -37,6 +37,8 @@ class Experts(nn.Module):
     Which rows an expert works on is its dispatcher's to say.
     """
 
+    gradient_scale: torch.Tensor | None
+
     def __init__(
         self,
         n_experts: int,

@@ -22,7 +22,7 @@ from forge_core.ops.auxiliary_loss import attach_auxiliary_loss
 from forge_core.train.initialisation import SeededInitializer
 from forge_plugins_dense.feed_forward import Clamp
 from forge_plugins_moe.capacity import drop_beyond_capacity
-from forge_plugins_moe.config import MoEConfig
+from forge_plugins_moe.config import ExpertActivation, MoEConfig
 from forge_plugins_moe.dispatch import Assignments, count_by_expert
 from forge_plugins_moe.experts import Experts
 from forge_plugins_moe.overlap import Meanwhile
@@ -52,10 +52,15 @@ class MoE(nn.Module):
         PluginError: the router needs to know of tokens what nothing here can tell it.
     """
 
+    load: torch.Tensor
+    dropped: torch.Tensor
+    last_load: torch.Tensor
+    last_dropped: torch.Tensor
+
     def __init__(self, config: MoEConfig, *, dim: int, build: Builder) -> None:
         super().__init__()
         own: Any = config if config.activation is not None else config.dense.config
-        activation = getattr(own, "activation", "silu")
+        activation: ExpertActivation = getattr(own, "activation", "silu")
         clamp = Clamp(own.activation_limit, own.activation_slope) if activation == "clamped_swiglu" else None
         hidden_dim = _width(config, dim)
         self.config = config

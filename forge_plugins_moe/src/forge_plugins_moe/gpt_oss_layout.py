@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 import attrs
 
 from forge_core.errors import ConfigError
-from forge_plugins_dense.config import MLPConfig, TransformerConfig
+from forge_plugins_dense.config import TransformerConfig
 from forge_plugins_dense.decoder_layout import Table
+from forge_plugins_dense.feed_forward_config import MLPConfig
 from forge_plugins_dense.huggingface import check_complete
 from forge_plugins_dense.huggingface_layers import tables_of_windows, windows_from_hf, windows_to_hf
 from forge_plugins_dense.weight_layouts import RelativeLayout

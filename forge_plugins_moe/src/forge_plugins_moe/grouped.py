@@ -40,7 +40,8 @@ def grouped_product(counts: torch.Tensor, like: torch.Tensor) -> Product:
 def _product_in_bf16(rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     """By torch's operator and its backward, whose calls cost less than those of an operator of our own."""
     if len(rows) == 0:
-        return _product(rows, weight, ends)
+        product: torch.Tensor = _product(rows, weight, ends)
+        return product
     product = F.grouped_mm(rows.contiguous(), weight.transpose(-2, -1), offs=ends)
     return _WithContiguousGradient.apply(product)  # type: ignore[no-any-return, no-untyped-call]  # torch's
 

@@ -383,7 +383,7 @@ def _qwen2_problems(config: TransformerConfig) -> Iterator[str]:
 QWEN2_MOE = Architecture(
     name="Qwen2MoeForCausalLM",
     model_type="qwen2_moe",
-    defaults=QWEN3_MOE.defaults | {"qkv_bias": True, "max_window_layers": 28},
+    defaults={**QWEN3_MOE.defaults, "qkv_bias": True, "max_window_layers": 28},
     supported={},
     n_experts="num_experts",
     width="moe_intermediate_size",

@@ -38,7 +38,7 @@ def _error(router: str, problem: str) -> PluginError:
     return PluginError(f"the router {router} returned {problem}. This is a bug in the router.")
 
 
-def _wrong_form(routing: Routing) -> Iterator[str]:
+def _wrong_form(routing: object) -> Iterator[str]:
     if not isinstance(routing, Routing):
         yield f"a {type(routing).__name__}, which must be a Routing"
         return

@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 from forge_core.contracts.model import Initializer, ShardRole
-from forge_plugins_dense.config import MLPConfig
 from forge_plugins_dense.feed_forward import MLP, Clamp
+from forge_plugins_dense.feed_forward_config import MLPConfig
 from forge_plugins_dense.initial_values import normal
 from forge_plugins_moe.config import ExpertActivation
 
@@ -31,7 +31,8 @@ class SharedExperts(MLP):
         if self.share is None:
             return super().forward(hidden, valid)
         share = self.share(hidden).sigmoid()
-        return self.down(self.raised(hidden) * share)
+        output: torch.Tensor = self.down(self.raised(hidden) * share)
+        return output
 
     def init_weights(self, rng: Initializer, prefix: str, residual_std: float, std: float) -> None:
         super().init_weights(rng, prefix, residual_std, std)

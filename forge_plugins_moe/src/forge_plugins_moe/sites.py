@@ -5,6 +5,7 @@ Shapes: B = batch, S = sequence, D = width of the residual stream, E = experts, 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -21,18 +22,18 @@ def moe_sites(layer: Any) -> dict[str, Site]:
     """Logits where the router has any; its choice, and what each chosen expert gives, where each token has the same
     number of experts."""
     folder = "forge_plugins_moe.sites"
-    of_input = {"module": "", "where": "input", "computed_from": _STREAM}
+    of_input = functools.partial(Site, module="", where="input", computed_from=_STREAM)
     found = {}
     if hasattr(layer.router, "logits"):
-        dims = ("sample", "position", "expert")
-        found["router_logits"] = Site(**of_input, dims=dims, compute=f"{folder}:router_logits")
+        dims: tuple[str, ...] = ("sample", "position", "expert")
+        found["router_logits"] = of_input(dims=dims, compute=f"{folder}:router_logits")
     if isinstance(getattr(layer.router, "experts_per_token", None), int) and not layer.looks_ahead:
         dims = ("sample", "position", "choice")
-        found["routing_expert"] = Site(**of_input, dims=dims, compute=f"{folder}:chosen_experts")
-        found["routing_weight"] = Site(**of_input, dims=dims, compute=f"{folder}:weights_of_experts")
+        found["routing_expert"] = of_input(dims=dims, compute=f"{folder}:chosen_experts")
+        found["routing_weight"] = of_input(dims=dims, compute=f"{folder}:weights_of_experts")
         dims = ("sample", "position", "choice", "width")
-        functions = {"compute": f"{folder}:expert_outputs", "replace": f"{folder}:weighted_sum"}
-        found["expert_out"] = Site(module="experts", dims=dims, computed_from=_STREAM, **functions)
+        compute, replace = f"{folder}:expert_outputs", f"{folder}:weighted_sum"
+        found["expert_out"] = Site(module="experts", dims=dims, computed_from=_STREAM, compute=compute, replace=replace)
     if layer.shared is not None:
         found["shared_out"] = Site(module="shared", dims=_STREAM)
     return found

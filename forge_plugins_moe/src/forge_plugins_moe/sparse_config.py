@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from forge_core.errors import ConfigError
-from forge_plugins_dense.config import MLPConfig, TransformerConfig
+from forge_plugins_dense.config import TransformerConfig
+from forge_plugins_dense.feed_forward_config import MLPConfig
 from forge_plugins_moe.config import MoEConfig
 
 

@@ -22,7 +22,7 @@ from forge_core.errors import ConfigError
 from forge_core.job import catalog_of, dump_job, load_job, plain
 from forge_core.registry.catalog import Catalog
 from forge_core.train.build import build_on_meta
-from forge_plugins_dense.config import MLPConfig
+from forge_plugins_dense.feed_forward_config import MLPConfig
 from forge_plugins_moe.upcycle import UpcycledState, Upcycling
 from forge_plugins_weights.export import write_checkpoint
 

@@ -82,10 +82,10 @@ class WatchExperts(Callback):
         for pairs in self._coactivation.values():
             pairs.forget()
 
-    def step_logged(self, run: RunContext, step: int) -> None:
+    def step_logged(self, run: RunContext, step: int, metrics: Mapping[str, float]) -> None:
         self._write(run, up_to=step)
 
-    def run_end(self, run: RunContext, step: int) -> None:
+    def run_end(self, run: RunContext, step: int, stopped: str) -> None:
         self._write(run, up_to=step)
         if self._history is not None and self._sizes:
             self._draw(run)
