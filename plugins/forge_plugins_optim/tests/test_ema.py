@@ -37,7 +37,7 @@ class Training:
             if not left_out and parameter.requires_grad:
                 parameter += moved.to(parameter.dtype)
         given = None if left_out is None else torch.tensor(float(left_out))
-        self.ema.step_end(StepContext(step, 0, {}, False, given))
+        self.ema.step_end(None, StepContext(step, 0, {}, False, given))
 
     def values(self) -> dict[str, torch.Tensor]:
         return {name: one.detach().double() for name, one in self.parameters.items()}

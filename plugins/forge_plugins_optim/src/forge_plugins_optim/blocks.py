@@ -77,7 +77,7 @@ class Blocks:
         """``(…, n_blocks)``: the largest magnitude of each block of the whole among the ``(…, held)`` elements of this
         rank; 0 for blocks of other ranks."""
         before, after = self.offset % BLOCK, -(self.offset + self.held) % BLOCK
-        here = pad(values.abs(), (before, after)).unflatten(-1, (-1, BLOCK)).amax(-1)
+        here = pad(values.abs(), (before, after)).unflatten(-1, (-1, BLOCK)).amax(-1)  # type: ignore[no-untyped-call]  # torch's
         first = self.offset // BLOCK
         return pad(here, (first, self.n_blocks - first - here.shape[-1]))
 

@@ -75,9 +75,9 @@ class CompiledStep:
         is_taken = 1.0 if left_out is None else 1 - left_out
         rows = _rows([is_taken, 1.0 if scale is None else scale, *numbers], parameters)
         for index, parameter in enumerate(parameters):
-            own = [parameter, *(state[index] for state in states)]
+            own: list[torch.Tensor | None] = [parameter, *(state[index] for state in states)]
             beside = [gradients[index], tails[index]]
-            step = self._plain
+            step: Callable[..., None] = self._plain
             if parameter.numel() > 1 and all(one is None or one.is_contiguous() for one in (*own, *beside)):
                 step = self._compiled
                 own, beside = ([one if one is None else _flat(one) for one in some] for some in (own, beside))

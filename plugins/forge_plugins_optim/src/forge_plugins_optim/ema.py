@@ -35,7 +35,7 @@ class EMA(Callback):
         self._updates = torch.zeros((), dtype=torch.int64, device=device)
 
     @torch.no_grad()
-    def step_end(self, context: StepContext) -> None:
+    def step_end(self, run: RunContext, context: StepContext) -> None:
         if context.step % self._config.interval:
             return
         counts = torch.ones_like(self._updates)

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-import triton
-import triton.language as tl
+import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]  # torch for CUDA brings it
+import triton.language as tl  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
 _BLOCK = 4096
 """Columns that a program has at one time."""
@@ -56,10 +56,10 @@ class FusedSoftmax:
         kernel[(n_tokens,)](*place, self._cap or 1.0, *rows, is_capped=self._cap is not None, block=block, num_warps=8)
 
 
-@triton.jit
-def _find_sums(
+@triton.jit  # type: ignore[untyped-decorator]  # Triton's
+def _find_sums(  # type: ignore[no-untyped-def]  # Triton's language has no such types
     logits, stride, targets, first, n_columns, cap, maxima, sums, chosen, is_capped: tl.constexpr, block: tl.constexpr
-):  # type: ignore[no-untyped-def]  # Triton's language has no such types
+):
     """Of a row: the maximum, the sum of exp(logit − maximum) in one pass (Milakov and Gimelshein, 2018,
     https://arxiv.org/abs/1805.02867, algorithm 3), and the target's logit, 0 where another rank has it."""
     row = tl.program_id(0).to(tl.int64)
@@ -85,8 +85,8 @@ def _find_sums(
     tl.store(chosen + row, value)
 
 
-@triton.jit
-def _write_gradient(
+@triton.jit  # type: ignore[untyped-decorator]  # Triton's
+def _write_gradient(  # type: ignore[no-untyped-def]  # Triton's language has no such types
     logits,
     stride,
     targets,
@@ -98,7 +98,7 @@ def _write_gradient(
     of_target,
     is_capped: tl.constexpr,
     block: tl.constexpr,
-):  # type: ignore[no-untyped-def]  # Triton's language has no such types
+):
     """In the place of a row: ``of_softmax · softmax − of_target · one_hot(target)``, by the logits before their cap."""
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride

@@ -68,9 +68,12 @@ def _of_whole(hidden: torch.Tensor, head: nn.Module, targets: torch.Tensor) -> t
     targets_T1 = targets.flatten().unsqueeze(1).masked_fill(ignored_T1, 0)
     if getattr(type(head), "forward", None) is not nn.Linear.forward:
         logits_TV = head(hidden).flatten(0, 1).float()
-        return (logits_TV.gather(1, targets_T1) - logits_TV.mean(1, keepdim=True)).squeeze(1)
+        above_T1: torch.Tensor = logits_TV.gather(1, targets_T1) - logits_TV.mean(1, keepdim=True)
+        return above_T1.squeeze(1)
     hidden_TD = _wide(hidden.flatten(0, 1)).masked_fill(ignored_T1, 0)
-    weight, bias = head.weight, head.bias
+    linear: Any = head
+    weight: torch.Tensor = linear.weight
+    bias: torch.Tensor | None = linear.bias
     rows_TD = torch.nn.functional.embedding(targets_T1.squeeze(1), weight)
     differences_T = (hidden_TD * (_wide(rows_TD) - _wide(weight).mean(0))).sum(1)
     return differences_T if bias is None else differences_T + (_wide(bias)[targets_T1.squeeze(1)] - _wide(bias).mean())

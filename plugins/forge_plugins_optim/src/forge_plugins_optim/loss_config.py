@@ -66,7 +66,7 @@ class DPOConfig:
 
     beta: float = attrs.field(default=0.1, validator=gt(0))
     """How dear it is to leave the reference, β: the smaller, the further the model goes."""
-    label_smoothing: float = attrs.field(default=0.0, validator=and_(ge(0), lt(0.5)))
+    label_smoothing: float = attrs.field(default=0.0, validator=[ge(0), lt(0.5)])
     """The part of the pairs whose answers are thought to be the wrong way round, ε (conservative DPO)."""
     loss: Annotated[ComponentRef, Slot("loss", default="cross_entropy")]
     """The loss that gives log-probabilities: ``cross_entropy``, or ``chunked_cross_entropy`` for less memory."""

@@ -67,7 +67,7 @@ class Muon(ForeachOptimizer):
         what it lacks of its own scale."""
         if not rows:
             return orthogonalise(whole, self._config.iterations)
-        rule, parts = self._config.scale, whole.split(rows, dim=-2)
+        rule, parts = self._config.scale, whole.split(rows, dim=-2)  # type: ignore[no-untyped-call]  # torch's
         factors = [_scale(rule, part.shape) / _scale(rule, whole.shape) for part in parts]
         steps = [orthogonalise(part, self._config.iterations) for part in parts]
         return torch.cat([step * factor for step, factor in zip(steps, factors, strict=True)], dim=-2)

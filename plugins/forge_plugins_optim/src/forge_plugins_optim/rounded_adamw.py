@@ -76,10 +76,12 @@ class RoundedAdamW(ForeachOptimizer):
     def _step(self, group: dict[str, Any], bucket: Tensors, weights: Tensors, moments: list[Tensors]) -> None:
         """The kernel takes elements as they lie in memory, so that gradients must lie as weights do."""
         (beta1, beta2), is_fused = group["betas"], weights[0].device.type in FUSED_DEVICES
+        means, squares = moments
         step_of_torch(
             weights,
             [torch.empty_like(one).copy_(own) for one, own in zip(weights, self.parts(bucket)[1], strict=True)],
-            *moments,
+            means,
+            squares,
             [],
             [self.state[parameter]["step"] for parameter in bucket],
             fused=is_fused,

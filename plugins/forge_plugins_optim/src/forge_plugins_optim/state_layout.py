@@ -89,5 +89,5 @@ def reduce_across(
         bucket = [tensor for tensor, own in zip(tensors, groups, strict=True) if group in own]
         flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
         dist.all_reduce(flat, operation, group=group)
-        parts = flat.split([tensor.numel() for tensor in bucket])
+        parts = flat.split([tensor.numel() for tensor in bucket])  # type: ignore[no-untyped-call]  # torch's
         torch._foreach_copy_(bucket, [part.view_as(one) for part, one in zip(parts, bucket, strict=True)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 
 from forge_core.contracts.scheduler import Schedule
 from forge_plugins_optim.schedule_config import WSDConfig
@@ -31,7 +32,7 @@ def wsd(config: WSDConfig, /, *, total_steps: int, tokens_per_step: int) -> Sche
     return after_warm_up(warmup, rest)
 
 
-_SHAPES = {
+_SHAPES: Mapping[str, Callable[[float], float]] = {
     "1-sqrt": lambda p: 1 - math.sqrt(p),
     "linear": lambda p: 1 - p,
     "cosine": lambda p: (1 + math.cos(math.pi * p)) / 2,
