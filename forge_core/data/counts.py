@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from forge_core.contracts.data_source import Source, TokenlessSource
+from forge_core.contracts.data_source import Source, StreamedSource, TokenlessSource
 from forge_core.contracts.loss import IGNORED
 
 
-def counted_entry(source: Source) -> str | None:
+def counted_entry(source: Source | StreamedSource) -> str | None:
     """The entry that a ``TokenlessSource`` is counted in; ``None`` of another source."""
     return source.counted_in if isinstance(source, TokenlessSource) else None
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping, Sequence
-from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -199,10 +198,10 @@ def _show_job(invocation: Invocation, job: Job, step: int, show: int, as_json: b
     click.echo(f"vocabulary {facts.vocab_size:,}, tokenizer {facts.tokenizer or 'unknown'}")
     click.echo("entries " + ", ".join(f"{name} {tuple(shape)}" for name, shape in entries.items()))
     click.echo(f"step {step}: samples {spans(found.numbers)} of the stream{_made_of(found)}")
-    for text, parts in zip_longest(texts, learned, fillvalue=()):
+    for text, answers in zip(texts, learned or [[]] * len(texts), strict=True):
         click.echo(f"  {in_one_line(text)}")
-        for part in parts:
-            click.echo(f"    learned: {in_one_line(part)}")
+        for answer in answers:
+            click.echo(f"    learned: {in_one_line(answer)}")
 
 
 def _documents(number: int | None) -> str:

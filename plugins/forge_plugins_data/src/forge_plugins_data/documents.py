@@ -16,7 +16,7 @@ from forge_plugins_data.plain_text import JSON_LINES, refuse_what_is_no_text
 from forge_plugins_data.unpacking import COMPRESSED, open_unpacked
 
 if TYPE_CHECKING:
-    import pyarrow.parquet as pq
+    import pyarrow.parquet as pq  # type: ignore[import-untyped]  # it has no types
 
 PARQUET = (".parquet",)
 DEFAULT_PATTERNS = tuple(

@@ -10,7 +10,7 @@ import re
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from forge_core.errors import ConfigError, nearest_hint
 from forge_plugins_data.dataset_config import DatasetConfig
@@ -18,9 +18,9 @@ from forge_plugins_data.file_selection import refuse_missing
 from forge_plugins_data.hub_config import HubConfig
 
 if TYPE_CHECKING:
-    from datasets import Dataset, DatasetDict, IterableDataset
+    from datasets import Dataset, DatasetDict, IterableDataset  # type: ignore[import-untyped]  # it has no types
 
-    Loaded = Dataset | IterableDataset
+    Loaded: TypeAlias = Dataset | IterableDataset
 
 _DEFAULT_SPLIT = "train"
 _STATE = "state.json"
@@ -43,7 +43,7 @@ def load_split(config: HubConfig, *, streams: int | None = None) -> Loaded:
     if loaded.features is not None:
         _require_text(loaded.features, config)
         loaded = loaded.select_columns([config.column]) if streams is not None else loaded
-    return loaded  # type: ignore[no-any-return]  # the library is imported by name
+    return loaded
 
 
 def read_rows(config: DatasetConfig) -> Iterator[tuple[dict[str, Any], str]]:
@@ -66,7 +66,7 @@ def load_rows(config: DatasetConfig) -> Dataset:
     datasets, folder = _library(), Path(config.path).expanduser()
     if _is_saved(folder):
         return _load_saved(datasets, config, folder)
-    return _load(datasets, config, folder, streaming=False)  # type: ignore[no-any-return]  # imported by name
+    return _load(datasets, config, folder, streaming=False)
 
 
 def load_streams(config: DatasetConfig, streams: int) -> IterableDataset:
@@ -80,7 +80,7 @@ def load_streams(config: DatasetConfig, streams: int) -> IterableDataset:
     if _is_saved(folder):
         saved = _load_saved(datasets, config, folder)
         return saved.to_iterable_dataset(num_shards=max(1, min(streams, len(saved))))
-    return _load(datasets, config, folder, streaming=True)  # type: ignore[no-any-return]  # imported by name
+    return _load(datasets, config, folder, streaming=True)
 
 
 def _without_nothing(value: Any) -> Any:

@@ -29,7 +29,7 @@ from forge_plugins_data.tokenising import Work, alone_in, cores, tokenise, writi
 from forge_plugins_data.windows import require_held_out
 
 if TYPE_CHECKING:
-    from datasets import Dataset
+    from datasets import Dataset  # type: ignore[import-untyped]  # it has no types
 
 _ROWS_TOGETHER = 1000
 _LOOK_AGAIN_AFTER = 0.5

@@ -25,7 +25,7 @@ from forge_plugins_data.packing import document_inputs
 from forge_plugins_data.streamed_rows import BlockPlace, StreamedRows, epochs
 
 if TYPE_CHECKING:
-    from datasets import IterableDataset
+    from datasets import IterableDataset  # type: ignore[import-untyped]  # it has no types
 
 
 def open_huggingface_streaming(

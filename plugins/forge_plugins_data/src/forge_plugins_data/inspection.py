@@ -67,7 +67,8 @@ class JobData:
             epochs = self.job.train.steps * self.samples_per_step / n
             found = attrs.evolve(found, samples=n, tokens=n * seq_len, epochs=epochs)
         if isinstance(self.source, PackedAnswers):
-            found = attrs.evolve(found, **self.source.lines)
+            lines = self.source.lines
+            found = attrs.evolve(found, lines=lines["lines"], cut=lines["cut"], skipped=lines["skipped"])
         return found
 
     def _parts(self, source: MixedSource) -> Iterator[PartFacts]:

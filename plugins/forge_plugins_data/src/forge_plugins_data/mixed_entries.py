@@ -25,7 +25,7 @@ def mixed_entries(parts: Iterable[Mapping[str, Entry]]) -> dict[str, Entry]:
         if (sides := sides_of(entry)) and known.setdefault(name, sides) != sides:
             mixed[f"{name}_sizes"] = _SIZES
         sizes = zip(before.sizes, entry.sizes, strict=True) if before.sizes and entry.sizes else ()
-        largest = tuple(None if None in pair else max(pair) for pair in sizes)
+        largest = tuple(None if one is None or other is None else max(one, other) for one, other in sizes)
         mixed[name] = attrs.evolve(entry, sizes=largest)
     return mixed
 

@@ -61,12 +61,12 @@ class MixedStreams(WatchedParts):
             if part.n_streams
         }
 
-        def read(part: int, number: np.ndarray) -> dict[str, np.ndarray]:
+        def read(number: np.ndarray, part: int, _: np.ndarray) -> dict[str, np.ndarray]:
             return turns[part].read() if part in turns else self._parts.parts[part].read(number)
 
         while True:
             dealt = self._block(at // self._rows)[:, at % self._rows, stream]
-            batch = self._parts.gathered(dealt[:1], lambda part, _, number=dealt[1:]: read(part, number))
+            batch = self._parts.gathered(dealt[:1], functools.partial(read, dealt[1:]))
             at += 1
             states = {self._parts.names[number]: one.state() for number, one in turns.items()}
             yield {name: values[0] for name, values in batch.items()}, {"next": at, "sources": states}
@@ -76,7 +76,8 @@ class MixedStreams(WatchedParts):
         row, rest = divmod(position, self.n_streams)
         counts = np.array(self._interleavings.counts(position - rest))
         begun = self._block(row // self._rows)[0, row % self._rows, :rest]
-        return (counts + np.bincount(begun, minlength=len(counts))).tolist()
+        found: list[int] = (counts + np.bincount(begun, minlength=len(counts))).tolist()
+        return found
 
     def _dealt(self, block: int) -> np.ndarray:
         """``(2, rows, streams)`` int64: of some samples of each stream the source, and how many samples of the source

@@ -11,6 +11,7 @@ import numpy as np
 
 from forge_core.contracts.builder import Builder
 from forge_core.contracts.data_source import DataSource, PositionedSource, Split, StreamedSource
+from forge_core.contracts.tokenizer import Tokenizer
 from forge_core.data.stream import SampleStream
 from forge_core.errors import ConfigError
 from forge_plugins_data.interleaving import InterleavingInPhases
@@ -127,7 +128,8 @@ class MixtureSet(WatchedParts):
 class _Numbers:
     """A source of nothing but its length, whose order is asked for."""
 
-    vocab_size, tokenizer, fingerprint = 1, None, ""
+    vocab_size, fingerprint = 1, ""
+    tokenizer: Tokenizer | None = None
 
     def __init__(self, n: int) -> None:
         self._n = n

@@ -111,7 +111,7 @@ class MixtureConfig(DataSourceConfig):
         for index, one in enumerate(self.sources):
             if isinstance(one.source.config, MixtureConfig):
                 yield f"sources[{index}].source", "is a mixture itself; name its sources here, with their own weights"
-            if own is self and getattr(one.source.config, "validation", 0) and hasattr(one.source.config, "path"):
+            if own is self and getattr(one.source.config, "validation", None) and hasattr(one.source.config, "path"):
                 key = f"sources[{index}].source.validation"
                 yield key, "has no effect here: data named under [eval.data] are evaluated whole; remove it"
             if own is self and one.streams:

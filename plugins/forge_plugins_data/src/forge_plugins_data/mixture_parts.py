@@ -135,7 +135,7 @@ class MixtureParts:
             vocab_size=max(part.source.vocab_size for part in parts),
             tokenizer=tokenizers[0][1] if tokenizers else None,
             entries={**described, "source": Entry(dims=("sample",), wanted_by="engine")},
-            loss_weights=np.float32([part.loss_weight for part in parts]) if has_weights else None,
+            loss_weights=np.array([part.loss_weight for part in parts], np.float32) if has_weights else None,
         )
 
     def fingerprint(self, *more: Any) -> str:
@@ -178,7 +178,8 @@ class MixtureParts:
             batch[name] = np.full((len(which), *shape), absent, arrays[0][1].dtype)
             for rows, values in arrays:
                 batch[name][rows] = 0
-                batch[name][(rows, *map(slice, values.shape[1:]))] = values
+                place: tuple[np.ndarray | slice, ...] = (rows, *map(slice, values.shape[1:]))
+                batch[name][place] = values
         for name, entry in self.entries.items():
             if entry.absent is not None and name not in batch:
                 sizes = entry.shape(*batch["tokens"].shape)

@@ -104,9 +104,9 @@ class Pair:
         first, second = map(len, self.tokens)
         first = min(first, max(room // 2, room - second))
         stops = (first, min(second, room - first))
-        tokens = [one[:stop] for one, stop in zip(self.tokens, stops, strict=True)]
+        chosen, rejected = tokens = [one[:stop] for one, stop in zip(self.tokens, stops, strict=True)]
         learned = [one[:stop] for one, stop in zip(self.learned, stops, strict=True)]
-        if np.array_equal(*tokens) or not all(one[1:].any() for one in learned):
+        if np.array_equal(chosen, rejected) or not all(one[1:].any() for one in learned):
             return None
         return Pair(tokens, learned, self.where)
 
@@ -135,7 +135,8 @@ class PreferencePairs:
         """
         self._config = config
         self.pairs = pairs
-        self.tokenizer, self.vocab_size = tokenizer, tokenizer.vocab_size
+        self.tokenizer: Tokenizer | None = tokenizer
+        self.vocab_size, self._end_of_document = tokenizer.vocab_size, tokenizer.end_of_document
         self.lines = lines
         self._seq_len = seq_len
         self._reference = reference
@@ -155,7 +156,7 @@ class PreferencePairs:
     def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:
         shape = (len(indices), self._seq_len)
         batch = {
-            "tokens": np.full(shape, self.tokenizer.end_of_document, dtype=np.int64),
+            "tokens": np.full(shape, self._end_of_document, dtype=np.int64),
             "targets": np.full(shape, IGNORED, dtype=np.int64),
             "document": np.empty(shape, dtype=np.int64),
             "positions": np.empty(shape, dtype=np.int64),

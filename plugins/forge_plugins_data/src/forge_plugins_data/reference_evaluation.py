@@ -37,7 +37,8 @@ class PreferenceReference(Evaluation):
         refuse_unwritable(self._out)
         source = open_data(pairs, "job")
         assert isinstance(source, PreferencePairs)
-        self._source = source
+        assert source.tokenizer is not None
+        self._source, self._tokenizer = source, source.tokenizer
 
     def run(self, context: EvaluationContext) -> Mapping[str, float]:
         self._refuse_other_than("precision", context.job.train.precision)
@@ -52,7 +53,7 @@ class PreferenceReference(Evaluation):
         values = np.array([*summed.values()]).reshape(n_pairs, 2)
         if context.rank == 0:
             keys = [pair.key for pair in self._source.pairs]
-            write_reference(self._out, keys, values, self._source.tokenizer.fingerprint)
+            write_reference(self._out, keys, values, self._tokenizer.fingerprint)
             context.log(f"{self._out}: {n_pairs:,} pairs")
         chosen, rejected = values.mean(axis=0).tolist()
         likelier = float((values[:, 0] > values[:, 1]).mean())

@@ -13,7 +13,7 @@ from forge_core.errors import ConfigError
 
 if TYPE_CHECKING:
     import numpy as np
-    from datasets import IterableDataset
+    from datasets import IterableDataset  # type: ignore[import-untyped]  # it has no types
 
 
 @attrs.frozen
@@ -76,7 +76,8 @@ class StreamedRows:
             dataset.load_state_dict(dict(start.reading))
         rows = iter(dataset)
         while True:
-            found, row = [], start.row
+            found: list[tuple[int, Mapping[str, Any]]] = []
+            row = start.row
             while len(found) < self._block_size and (one := next(rows, None)) is not None:
                 if row % parts == part:
                     found.append((row, one))

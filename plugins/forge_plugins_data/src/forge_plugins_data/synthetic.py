@@ -44,7 +44,7 @@ class Chain:
     def walk(self, key: np.uint64, numbers: np.ndarray, length: int) -> np.ndarray:
         """Walks by their ``numbers`` ``(B,)`` int64, of the walks that ``key`` chooses: ``(B, length)`` int64."""
         order, vocab_size = self.config.order, np.uint64(self.config.vocab_size)
-        place = numbers.astype(np.uint64)[:, None] * np.uint64(length) + np.arange(length, dtype=np.uint64)
+        place: np.ndarray = numbers.astype(np.uint64)[:, None] * np.uint64(length) + np.arange(length, dtype=np.uint64)
         drawn = _mix(place ^ key)
         tokens = drawn % vocab_size
         branches = np.searchsorted(self._limits, (drawn >> np.uint64(11)) * 2.0**-53, side="right").astype(np.uint64)
@@ -57,7 +57,7 @@ class Chain:
 
     def following(self, context: np.ndarray) -> np.ndarray:
         """The tokens that may follow ``context`` ``(order,)``, the likeliest first: ``(branching,)`` int64."""
-        mixed = self.key
+        mixed: np.ndarray | np.uint64 = self.key
         for token in context[::-1].astype(np.uint64):
             mixed = _mix(mixed ^ token)
         branches = np.arange(self.config.branching, dtype=np.uint64)
@@ -111,10 +111,11 @@ def _fingerprint(chain: Chain, seq_len: int, split: str) -> str:
 
 def _key(purpose: str, number: int) -> np.uint64:
     digest = hashlib.sha256(f"forge.synthetic/{purpose}/{number}".encode()).digest()
-    return np.frombuffer(digest[:8], dtype="<u8").astype(np.uint64)[0]
+    key: np.uint64 = np.frombuffer(digest[:8], dtype="<u8").astype(np.uint64)[0]
+    return key
 
 
-def _mix(values: np.ndarray) -> np.ndarray:
+def _mix(values: np.ndarray | np.uint64) -> np.ndarray:
     """The finaliser of SplitMix64 (Steele, Lea & Flood, OOPSLA 2014)."""
     mixed = np.atleast_1d(values) + np.uint64(0x9E3779B97F4A7C15)
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

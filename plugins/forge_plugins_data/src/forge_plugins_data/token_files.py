@@ -62,8 +62,8 @@ def open_token_files(
     )
     if config.packing == "best_fit":
         assert end is not None, "it was refused"
-        found = [find_documents(file.tokens, end, str(file.path)) for file in files]
-        chosen = _split_documents(found, config.validation, split)
+        documents = [find_documents(file.tokens, end, str(file.path)) for file in files]
+        chosen = _split_documents(documents, config.validation, split)
         packed = PackedDocuments(chosen, facts, end_of_document=end)
         if not len(packed):
             raise ConfigError(f"{_part(config, split)} has no document of two tokens; use more data")

@@ -38,7 +38,8 @@ def open_unpacked(file: Path) -> Iterator[IO[bytes]]:
 
 @contextmanager
 def _zstd(file: Path) -> Iterator[IO[bytes]]:
-    import pyarrow as pa  # a fifth of a second that other files need not wait for
+    # a fifth of a second that other files need not wait for
+    import pyarrow as pa  # type: ignore[import-untyped]  # it has no types
 
     try:
         with pa.input_stream(str(file), compression="zstd") as stream:
