@@ -55,10 +55,10 @@ class Curve:
     def go(self, first, last):
         for self.step in range(first, last + 1, 10):
             if self.step > first:
-                self.callback.step_logged(self.step - 10, {"loss": self.loss(self.step - 10)})
+                self.callback.step_logged(self.run, self.step - 10, {"loss": self.loss(self.step - 10)})
             context = StepContext(self.step, 0, {}, logged=True)
             self.callback.step_end(self.run, context)
-        self.callback.step_logged(last, {"loss": self.loss(last)})
+        self.callback.step_logged(self.run, last, {"loss": self.loss(last)})
         return self
 
 

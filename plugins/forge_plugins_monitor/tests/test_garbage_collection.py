@@ -54,11 +54,11 @@ def test_garbage_goes_in_every_so_many_steps_and_at_no_other_time(collector):
     assert alive == [True, True, False, True, True, False]
 
 
-@pytest.mark.parametrize("end", ["run_end", "run_failed"])
-def test_after_the_run_python_collects_by_itself_again(collector, end):
+@pytest.mark.parametrize(("end", "given"), [("run_end", ""), ("run_failed", RuntimeError())])
+def test_after_the_run_python_collects_by_itself_again(collector, end, given):
     callback = GarbageCollection(GarbageCollectionConfig())
     callback.run_start(None)
     during = gc.isenabled()
-    getattr(callback, end)()
+    getattr(callback, end)(None, 7, given)
 
     assert (during, gc.isenabled()) == (False, True)

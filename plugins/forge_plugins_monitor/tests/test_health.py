@@ -43,7 +43,7 @@ def run_with(tmp_path, *states, steps=3, **config):
         callback.run_start(run)
     for step in range(1, steps + 1):
         callback.step_end(run, StepContext(step, 0, {}, logged=False))
-    callback.run_end(run)
+    callback.run_end(run, steps, "")
     assert driver.closed
     return run.requests.stop, small.lines
 

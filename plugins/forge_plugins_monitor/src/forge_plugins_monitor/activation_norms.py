@@ -84,7 +84,7 @@ class ActivationNorms(Callback):
             measured[_MAXIMUM, index] = torch.maximum(measured[_MAXIMUM, index], largest)
 
         # the hook of a block that is compiled by itself stands outside of its graph, and would become one of its own
-        return measure if self._is_traced else torch.compiler.disable(measure)
+        return measure if self._is_traced else torch.compiler.disable(measure)  # type: ignore[no-untyped-call]  # torch's
 
     def _report(self, run: RunContext) -> None:
         """Sums are over ``tp`` as well: where ranks have other tokens that is right, and where they have copies, so

@@ -32,7 +32,7 @@ class CurveExtrapolation(Callback):
         self._config = config
         self._stretches: dict[int, Stretch] = {}
 
-    def step_logged(self, step: int, metrics: Mapping[str, float]) -> None:
+    def step_logged(self, run: RunContext, step: int, metrics: Mapping[str, float]) -> None:
         loss = metrics["loss"]
         if step > self._config.skip and math.isfinite(loss) and loss > 0:
             number = math.floor(math.log(step) / math.log(_GROWTH))

@@ -27,9 +27,12 @@ class GarbageCollection(Callback):
         if context.step % self._interval == 0:
             gc.collect()
 
-    def run_end(self) -> None:
+    def run_end(self, run: RunContext, step: int, stopped: str) -> None:
+        self._enable_again()
+
+    def run_failed(self, run: RunContext, step: int, error: BaseException) -> None:
+        self._enable_again()
+
+    def _enable_again(self) -> None:
         if self._was_enabled:
             gc.enable()
-
-    def run_failed(self) -> None:
-        self.run_end()

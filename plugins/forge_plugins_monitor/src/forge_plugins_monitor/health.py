@@ -52,10 +52,10 @@ class Health(Callback):
             found = self._gathered(run, found)
         self._tell(run, found)
 
-    def run_end(self, run: RunContext) -> None:
+    def run_end(self, run: RunContext, step: int, stopped: str) -> None:
         self._close()
 
-    def run_failed(self, run: RunContext) -> None:
+    def run_failed(self, run: RunContext, step: int, error: BaseException) -> None:
         self._close()
 
     def _findings(self) -> Iterator[tuple[str, bool]]:
@@ -111,7 +111,7 @@ class Health(Callback):
         if not bool((mine == expected).all()):
             raise ForgeError(
                 f"health: rank {run.rank} on {socket.gethostname()}: an all-reduce over {run.world_size} ranks gave "
-                f"{mine.unique().tolist()} instead of {expected}: a device or a link corrupts data"
+                f"{mine.unique().tolist()} instead of {expected}: a device or a link corrupts data"  # type: ignore[no-untyped-call]  # torch's
             )
 
     def _gathered(self, run: RunContext, found: list[tuple[str, bool]]) -> list[tuple[str, bool]]:

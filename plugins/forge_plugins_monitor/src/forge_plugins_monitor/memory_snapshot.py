@@ -54,7 +54,7 @@ class MemorySnapshot(Callback):
         if self._recorded == config.steps:
             self._write_steps(run)
 
-    def run_end(self, run: RunContext) -> None:
+    def run_end(self, run: RunContext, step: int, stopped: str) -> None:
         if self._is_recording:
             self._write_steps(run)
             self._stop()
@@ -90,7 +90,7 @@ class MemorySnapshot(Callback):
         path = run.run_dir / "memory" / f"{name}.pickle"
         try:
             path.parent.mkdir(exist_ok=True)
-            torch.cuda.memory._dump_snapshot(str(path))
+            torch.cuda.memory._dump_snapshot(str(path))  # type: ignore[no-untyped-call]  # torch's
         except OSError as error:
             run.log(f"memory_snapshot: cannot write to {path.parent}: {error.strerror}")
             return None

@@ -39,7 +39,7 @@ class Nvml:
     """
 
     def __init__(self, device: torch.device) -> None:
-        import pynvml
+        import pynvml  # type: ignore[import-untyped]  # it has no types
 
         self._nvml: Any = pynvml
         try:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.autograd import DeviceType
+from torch.autograd import DeviceType  # type: ignore[attr-defined]  # torch forgets to export it
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from forge_core.contracts.callback import Callback, RunContext, StepContext
@@ -70,10 +70,10 @@ class Profile(Callback):
         else:
             self._finish(run)
 
-    def run_end(self, run: RunContext) -> None:
+    def run_end(self, run: RunContext, step: int, stopped: str) -> None:
         self._finish(run)
 
-    def run_failed(self, run: RunContext) -> None:
+    def run_failed(self, run: RunContext, step: int, error: BaseException) -> None:
         if self._profiler is not None:
             self._profiler.stop()
             self._profiler = None
@@ -127,10 +127,10 @@ def kind_of(name: str) -> str:
 
 def by_kind(times: Mapping[str, float]) -> dict[str, float]:
     """Seconds by kind of work, the most first."""
-    sums: Counter[str] = Counter()
+    sums: dict[str, float] = defaultdict(float)
     for name, seconds in times.items():
         sums[kind_of(name)] += seconds
-    return dict(sums.most_common())
+    return dict(sorted(sums.items(), key=lambda one: one[1], reverse=True))
 
 
 def table(times: Mapping[str, float], steps: int) -> str:

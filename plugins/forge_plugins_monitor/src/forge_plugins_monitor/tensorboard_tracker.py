@@ -74,9 +74,9 @@ class TensorBoard(Tracker):
 
     def _open(self, taken_back_from: int) -> Any:
         """A file of its own for each start."""
-        writer = SummaryWriter(str(self._folder), purge_step=taken_back_from)  # type: ignore[no-untyped-call]  # torch's
+        writer = SummaryWriter(str(self._folder), purge_step=taken_back_from)
         for name, value in self._texts.items():
             text = json.dumps(value, indent=2, default=str)
             indented = "\n".join(f"    {line}" for line in text.splitlines())  # a block of Markdown
-            writer.add_text(name, indented, taken_back_from)  # type: ignore[no-untyped-call]  # torch's
+            writer.add_text(name, indented, taken_back_from)
         return writer

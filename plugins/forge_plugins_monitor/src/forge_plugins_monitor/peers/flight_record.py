@@ -23,7 +23,7 @@ class FlightRecord:
 
     def __init__(self, folder: Path, rank: int, *, of_nccl: bool) -> None:
         self._path = folder / (f"rank_{rank}" if of_nccl else f"rank_{rank}.json")
-        bindings: Any = torch._C._distributed_c10d  # type: ignore[attr-defined]  # torch has no other door to it
+        bindings: Any = torch._C._distributed_c10d
         self._dump = getattr(bindings, "_dump_nccl_trace" if of_nccl else "_dump_fr_trace_json", None)
         self._is_begun = False
 

@@ -49,6 +49,8 @@ class Heartbeat:
         timeout: of this rank, which says whether it wants to know how the others are.
     """
 
+    _watch: NodeWatch | None = None
+
     def __init__(self, own: Condition, timeout: StepTimeout) -> None:
         self.own = own
         self.verdict: Finding | None = None
@@ -60,7 +62,6 @@ class Heartbeat:
         self._main, self._process = threading.get_ident(), attrs.asdict(Process.this())
         self._ended, self._wake = threading.Event(), threading.Event()
         self._pulses = Pulses()
-        self._watch: NodeWatch | None = None
         self._is_first = False
         self._store = _get_default_store()  # the group is gone before this ends
         name = run_on_rank0(lambda: uuid.uuid4().hex)
