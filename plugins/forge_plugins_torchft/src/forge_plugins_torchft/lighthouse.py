@@ -51,7 +51,7 @@ def lighthouse(port: int | None, settings: TorchftConfig, heartbeat_timeout: flo
 
 def main(bind: str, min_replicas: str, join_timeout: str, heartbeat_timeout: str) -> None:
     """Serve until the standard input ends."""
-    from torchft.coordination import LighthouseServer
+    from torchft.coordination import LighthouseServer  # type: ignore[import-untyped]  # it has no types
 
     server = LighthouseServer(
         bind=bind,

@@ -13,9 +13,9 @@ from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
-from torch.distributed import ReduceOp, TCPStore
-from torchft.manager import Manager
-from torchft.process_group import ProcessGroupGloo, ProcessGroupNCCL
+from torch.distributed import ReduceOp, TCPStore  # type: ignore[attr-defined]  # torch forgets to export it
+from torchft.manager import Manager  # type: ignore[import-untyped]  # it has no types
+from torchft.process_group import ProcessGroupGloo, ProcessGroupNCCL  # type: ignore[import-untyped]
 
 from forge_core.contracts.callback import RunContext
 from forge_core.contracts.replication import Handover, LiveState, Replication, Share
@@ -31,7 +31,7 @@ _BUCKET = 16 * 2**20
 """Elements that are sent at once: enough for the network, and little beside the gradients."""
 
 
-class _WatchfulManager(Manager):
+class _WatchfulManager(Manager):  # type: ignore[misc]  # torchft's
     """torchft's would wait for a lighthouse that is gone for as long as for other replicas."""
 
     look: Callable[[], None]
@@ -156,10 +156,10 @@ class TorchftReplication(Replication):
         except Exception as error:
             raise LostPeerError(f"the ranks of this replica could not vote: {_first_line(error)}") from error
 
-    def run_end(self) -> None:
+    def run_end(self, run: RunContext, step: int, stopped: str) -> None:
         self._leave()
 
-    def run_failed(self) -> None:
+    def run_failed(self, run: RunContext, step: int, error: BaseException) -> None:
         self._leave()
 
     def state(self) -> Mapping[str, Any]:
@@ -235,7 +235,7 @@ def _buckets(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
 
 def _unpack(bucket: Sequence[torch.Tensor], flat: torch.Tensor, work: Any) -> None:
     work.wait()
-    for tensor, part in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):
+    for tensor, part in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):  # type: ignore[no-untyped-call]  # torch's
         tensor.copy_(part.view(tensor.shape))
 
 

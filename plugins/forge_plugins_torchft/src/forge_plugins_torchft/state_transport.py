@@ -8,10 +8,10 @@ from typing import Any
 from urllib.request import urlopen
 
 from torch.distributed._serialization import _streaming_load
-from torchft.checkpointing import HTTPTransport
+from torchft.checkpointing import HTTPTransport  # type: ignore[import-untyped]  # it has no types
 
 
-class StateTransport(HTTPTransport[Any]):
+class StateTransport(HTTPTransport[Any]):  # type: ignore[misc]  # torchft's
     """Reading executes nothing: torchft's own would unpickle all that the other side sends.
 
     Args:
