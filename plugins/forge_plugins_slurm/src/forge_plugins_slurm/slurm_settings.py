@@ -65,8 +65,8 @@ def findings(config: Mapping[str, str], partitions: Sequence[Mapping[str, str]])
         yield Finding("preemption", "warning", found, advice)
     if not preempting:
         yield Finding("preemption", "fine", f"none; {kill_wait} s from the time limit's signal to the kill")
-    found = re.search(r"cred_expire=(\d+)", config.get("AuthInfo", ""))
-    wait = int(found[1]) if found else _CRED_EXPIRE
+    stated = re.search(r"cred_expire=(\d+)", config.get("AuthInfo", ""))
+    wait = int(stated[1]) if stated else _CRED_EXPIRE
     yield Finding("after a requeue", "fine", f"a job waits {wait} s (AuthInfo=cred_expire)")
     if config.get("JobRequeue") == "0":
         yield Finding("JobRequeue", "fine", "0, which the --requeue of `forge submit` overrides")
