@@ -7,8 +7,12 @@ import weakref
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from forge_core.distributed.mesh import join_process_group
+from forge_core.ops.local_tensor import local_tensor
 from forge_plugins_parallel.split_backward import split_backward
 
 pytestmark = [
@@ -128,6 +132,70 @@ def test_each_part_does_its_own_products_and_no_others(log):
     assert log.products() == 2 * len(model)
     model(x).backward(towards)
     assert log.products() == 6 * len(model)
+
+
+def test_each_part_does_its_own_products_where_sizes_vary(log):
+    model = compiled(blocks())
+    for rows in (ROWS, ROWS + 3, ROWS + 4):
+        x = torch.randn(rows, WIDTH, requires_grad=True)
+        output = model(x)
+        log.products()
+
+        _, groups = stage_backward_input([output.sum()], None, [x], model.parameters())
+        assert log.products() == 2 * len(model)
+        stage_backward_weight(model.parameters(), groups)
+        assert log.products() == 2 * len(model)
+
+
+@pytest.fixture
+def mesh():
+    join_process_group(torch.device("cpu"))
+    yield init_device_mesh("cpu", (1,))
+    torch.distributed.destroy_process_group()
+
+
+class Cut(nn.Module):
+    """As tensor parallelism cuts it."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.RMSNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, HIDDEN, bias=False)
+        self.down = nn.Linear(HIDDEN, WIDTH, bias=False)
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+@pytest.mark.parametrize("frozen", [None, "up"])
+def test_parameters_that_are_distributed_tensors_have_parts_of_their_own(frozen, mesh, log):
+    """One of them is two inputs to the compiler, a tensor and a mesh, and its gradient none, or two."""
+    plain = blocks(Cut)
+    for block in plain if frozen else ():
+        block.get_submodule(frozen).requires_grad_(False)
+    model = copy.deepcopy(plain)
+    for block in model:
+        parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    compiled(model)
+    for rows in (ROWS, ROWS + 3):
+        x = torch.randn(rows, WIDTH, requires_grad=True)
+        plain.zero_grad()
+        (expected,) = torch.autograd.grad(plain(x).sum(), x, retain_graph=True)
+        plain(x).sum().backward(inputs=[one for one in plain.parameters() if one.requires_grad])
+
+        model.zero_grad()
+        output = model(x).sum()
+        log.products()
+        (of_x,), groups = stage_backward_input([output], None, [x], model.parameters())
+        assert log.products() == 2 * len(model)
+        stage_backward_weight(model.parameters(), groups)
+        assert log.products() == (1 if frozen else 2) * len(model)
+
+        torch.testing.assert_close(of_x, expected)
+        assert [one is None for one in gradients(model)] == [one is None for one in gradients(plain)]
+        for one, other in zip(gradients(model), gradients(plain), strict=True):
+            if one is not None:
+                torch.testing.assert_close(local_tensor(one), other)
 
 
 def test_a_block_whose_input_has_no_gradient_gives_those_of_parameters():

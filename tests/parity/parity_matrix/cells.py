@@ -565,6 +565,9 @@ CELLS: Mapping[str, Cell] = {
         4, [*pp2("ZBVZeroBubble", *TWO_SMALL_MICROBATCHES), f"{COMPILE}=true"], "bf16", BF16
     ),
     "pp2-tp2-zero-bubble-v-compiled": Cell(4, [*pp2("ZBVZeroBubble"), TP2, f"{COMPILE}=true"]),
+    "pp2-tp2-dualpipe-v-compiled-ac-full-lora": Cell(
+        4, [*pp2("DualPipeV"), TP2, f"{COMPILE}=true", f"{AC}=true"], "lora"
+    ),
     "cp2-pp2-zero-bubble-v-compiled": Cell(4, [CP2, *pp2("ZBVZeroBubble"), f"{COMPILE}=true"]),
     "pp2-zero-bubble-v-fsdp2-mixture": Cell(4, pp2("ZBVZeroBubble", *TWO_SMALL_MICROBATCHES), "mixture"),
     # context parallelism

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import fx
 from torch._functorch import config as functorch_config
+from torch._functorch._aot_autograd.descriptors import AOTInput, GradAOTOutput
 from torch._guards import TracingContext
 
 _KEPT = "forge: kept for the gradients of parameters"
@@ -31,11 +33,18 @@ def split_backward(graph: fx.GraphModule, inputs: Sequence[Any], mode: str | Non
 
     options = list_mode_options(mode) if mode else None
     with functorch_config.patch(enable_autograd_cache=False):  # it stores one part
-        return compile_fx(graph, inputs, inner_compile=_compile, config_patches=options)
+        return compile_fx(graph, inputs, inner_compile=partial(_compile, set()), config_patches=options)
 
 
-def _compile(graph: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
-    """Same as ``compile_fx_inner``, which compiles forward, and a backward that has nothing to split."""
+def _compile(parameters: set[AOTInput], graph: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
+    """Same as ``compile_fx_inner``, which compiles forward, and a backward that has nothing to split.
+
+    Args:
+        parameters: among the inputs of forward. Noted when it is compiled, which is before backward.
+        graph: of forward or backward.
+        inputs: examples of what it is given.
+        options: of ``compile_fx_inner``.
+    """
     from torch._inductor.compile_fx import compile_fx_inner
 
     facts = TracingContext.get().fw_metadata
@@ -43,10 +52,13 @@ def _compile(graph: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> An
     if facts.bw_donated_idxs:
         facts.bw_donated_idxs.clear()  # neither part may write into what forward saved, which both read
     if options.get("is_backward"):
-        outputs = _outputs(graph)
-        parameters = {index for index in facts.static_input_indices if outputs[index] is not None}
-        if parameters and any(one is not None for index, one in enumerate(outputs) if index not in parameters):
-            return _TwoParts(graph, parameters, inputs, options)
+        by_input = _gradients_by_input(graph)
+        of_parameters = {index for one in parameters for index in by_input.get(one, ())}
+        if of_parameters and of_parameters != {index for positions in by_input.values() for index in positions}:
+            return _TwoParts(graph, of_parameters, inputs, options)
+    elif not options.get("is_inference"):
+        given = graph.graph.find_nodes(op="placeholder")
+        parameters |= {_whole(given[index].meta["desc"]) for index in facts.static_input_indices}
     return compile_fx_inner(graph, inputs, **options)
 
 
@@ -67,13 +79,20 @@ class _TwoParts:
 
         self._boxed_call = True  # what is given comes as a list, to be emptied
         outputs, given = _outputs(graph), graph.graph.find_nodes(op="placeholder")
-        of_inputs = [None if index in parameters else node for index, node in enumerate(outputs)]
+        self._parts = [index for index, one in enumerate(_described(graph)) if hasattr(one, "base")]
+        self._meshes = {
+            index: given.index(outputs[index])
+            for index in self._parts
+            if outputs[index] in given and not _is_tensor(outputs[index])
+        }
+        of_inputs = [None if index in {*parameters, *self._meshes} else node for index, node in enumerate(outputs)]
         of_parameters = [node if index in parameters else None for index, node in enumerate(outputs)]
         first, second = _cut(graph, of_inputs, of_parameters)
         needed = {one for node in second for one in node.all_input_nodes} | {*of_parameters}
         kept = [node for node in graph.graph.nodes if node in needed and node in first - second - {*given}]
         self._parameters = set(parameters)
-        self._n_outputs = len(outputs)
+        self._outputs = [node.meta["val"] if _is_tensor(node) else None for node in outputs]
+        self._by_input = list(_gradients_by_input(graph).values())
         self._read_again = [index for index, node in enumerate(given) if node in needed]
         given_later = [*(given[index] for index in self._read_again), *kept]
         self._first = compile_fx_inner(_part(graph, given, first, [*of_inputs, *kept]), inputs, **options)
@@ -85,13 +104,14 @@ class _TwoParts:
 
     def __call__(self, given: list[Any]) -> list[Any]:
         node: Any = torch._C._current_autograd_node()
-        asked = _asked(node, self._n_outputs)
+        asked = _asked(node, self._by_input)
         read_again = [given[index] for index in self._read_again]
-        gradients: list[Any] = [None] * self._n_outputs
+        meshes = {index: given[position] for index, position in self._meshes.items()}
+        gradients: list[Any] = [None] * len(self._outputs)
         kept = node.metadata.pop(_KEPT, None)
         if kept is None or asked - self._parameters:
             results = self._first(given)
-            gradients, kept = list(results[: self._n_outputs]), results[self._n_outputs :]
+            gradients, kept = list(results[: len(gradients)]), results[len(gradients) :]
         given.clear()
         if asked & self._parameters:
             of_parameters = self._second([*read_again, *kept])
@@ -99,15 +119,49 @@ class _TwoParts:
                 gradients[index] = of_parameters[index]
         else:
             node.metadata[_KEPT] = kept
+        for index in self._parts:  # they are put together, also where autograd drops the whole
+            if gradients[index] is None:
+                gradients[index] = meshes[index] if index in meshes else _nothing_like(self._outputs[index])
         return gradients
 
 
-def _asked(node: Any, n_outputs: int) -> set[int]:
+def _nothing_like(example: torch.Tensor | None) -> Any:
+    """An empty tensor; a number where there is no example, as that is a size."""
+    return 0 if example is None else torch.empty(0, dtype=example.dtype, device=example.device)
+
+
+def _asked(node: Any, by_input: Sequence[Sequence[int]]) -> set[int]:
     """The gradients that the running backward wants of an autograd node: it returns them or goes on from them."""
-    following = [function for function, _ in node.next_functions]
-    if len(following) != n_outputs:  # not one for one: an input may be several tensors to the compiler
-        return set(range(n_outputs))
-    return {index for index, function in enumerate(following) if function is not None and _will_run(function)}
+    following = [function for function, _ in node.next_functions if function is not None]
+    if len(following) != len(by_input):  # forward has detached an input
+        return {index for positions in by_input for index in positions}
+    asked = zip(following, by_input, strict=True)
+    return {index for function, positions in asked if _will_run(function) for index in positions}
+
+
+def _gradients_by_input(graph: fx.GraphModule) -> Mapping[AOTInput, Sequence[int]]:
+    """The positions of gradients, for each input of forward that requires one: autograd has no others, such as sizes.
+    A tensor of a subclass may have several inside."""
+    found: dict[AOTInput, list[int]] = {}
+    for index, (one, node) in enumerate(zip(_described(graph), _outputs(graph), strict=False)):  # tokens are not there
+        gradient = _whole(one)
+        if isinstance(gradient, GradAOTOutput):
+            positions = found.setdefault(gradient.grad_of, [])
+            positions += [index] if _is_tensor(node) else []
+    return found
+
+
+def _described(graph: fx.GraphModule) -> Sequence[Any]:
+    """AOTAutograd's descriptions of outputs. They have a ``base`` where they are parts of a subclass, of which
+    ``DTensor`` has two: a tensor and a mesh."""
+    descriptions: Sequence[Any] = graph.graph.find_nodes(op="output")[0].meta["desc"]
+    return descriptions
+
+
+def _whole(described: Any) -> Any:
+    while hasattr(described, "base"):
+        described = described.base
+    return described
 
 
 def _will_run(function: Any) -> bool:
@@ -172,6 +226,10 @@ def _part(
     end = made.output(tuple(None if node is None else copies[node] for node in outputs))
     end.meta["user_visible_output_idxs"] = [index for index, node in enumerate(outputs) if node is not None]
     return fx.GraphModule(graph, made)
+
+
+def _is_tensor(node: Any) -> bool:
+    return node is not None and isinstance(node.meta["val"], torch.Tensor)
 
 
 def _outputs(graph: fx.GraphModule) -> Sequence[Any]:
