@@ -48,6 +48,18 @@ class Sorting(nn.Module):
         return x + highest[:, None] * places.sum().remainder(3) + x.shape[0] * self.weight.sum(0)
 
 
+class Lengthening(nn.Module):
+    """What it saves has sizes from which that of its input does not follow."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        half = x.shape[1] // 2
+        return x + self.linear(torch.cat([x, x[:, :half]], dim=1))[:, half:]
+
+
 @pytest.fixture(autouse=True)
 def clean():
     torch.compiler.reset()
@@ -196,6 +208,21 @@ def test_parameters_that_are_distributed_tensors_have_parts_of_their_own(frozen,
         for one, other in zip(gradients(model), gradients(plain), strict=True):
             if one is not None:
                 torch.testing.assert_close(local_tensor(one), other)
+
+
+def test_the_second_part_knows_sizes_that_only_the_first_one_reads():
+    plain = blocks(Lengthening)
+    model = compiled(copy.deepcopy(plain))
+    for rows, length in ((3, 6), (4, 8), (2, 10)):
+        x = torch.randn(rows, length, WIDTH, requires_grad=True)
+        plain.zero_grad()
+        plain(x).sum().backward()
+
+        model.zero_grad()
+        _, groups = stage_backward_input([model(x).sum()], None, [x], model.parameters())
+        stage_backward_weight(model.parameters(), groups)
+
+        torch.testing.assert_close(gradients(model), gradients(plain))
 
 
 def test_a_block_whose_input_has_no_gradient_gives_those_of_parameters():

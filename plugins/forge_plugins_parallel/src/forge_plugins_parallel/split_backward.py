@@ -12,6 +12,7 @@ from torch import fx
 from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd.descriptors import AOTInput, GradAOTOutput
 from torch._guards import TracingContext
+from torch.fx.experimental.symbolic_shapes import free_symbols
 
 _KEPT = "forge: kept for the gradients of parameters"
 
@@ -93,7 +94,9 @@ class _TwoParts:
         self._parameters = set(parameters)
         self._outputs = [node.meta["val"] if _is_tensor(node) else None for node in outputs]
         self._by_input = list(_gradients_by_input(graph).values())
-        self._read_again = [index for index, node in enumerate(given) if node in needed]
+        # where sizes vary, any tensor may be the only one to tell the size of another
+        vary = any(free_symbols(one) for one in inputs if isinstance(one, torch.Tensor | torch.SymInt))
+        self._read_again = [index for index, node in enumerate(given) if vary or node in needed]
         given_later = [*(given[index] for index in self._read_again), *kept]
         self._first = compile_fx_inner(_part(graph, given, first, [*of_inputs, *kept]), inputs, **options)
         self._second = compile_fx_inner(
