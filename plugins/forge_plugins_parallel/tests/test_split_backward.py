@@ -19,6 +19,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"),
     # dynamo looks at the gradients of what it traces
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
 ]
 INNER = "torch._inductor.compile_fx.compile_fx_inner"
 ROWS, WIDTH, HIDDEN = 6, 8, 16
@@ -46,6 +47,30 @@ class Sorting(nn.Module):
     def forward(self, x):
         highest, places = (x @ self.weight).flatten().topk(x.shape[0])
         return x + highest[:, None] * places.sum().remainder(3) + x.shape[0] * self.weight.sum(0)
+
+
+class Counted(torch.autograd.Function):
+    """The same, and backward counts."""
+
+    @staticmethod
+    def forward(ctx, x, backwards):
+        ctx.backwards = backwards
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, towards):
+        ctx.backwards.add_(1)
+        return towards.clone(), None
+
+
+class Watching(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("backwards", torch.zeros(()))
+
+    def forward(self, x):
+        return self.linear(Counted.apply(x, self.backwards))
 
 
 class Lengthening(nn.Module):
@@ -248,6 +273,29 @@ def test_a_block_whose_parameters_are_frozen_gives_the_gradient_of_its_input():
 
     torch.testing.assert_close(of_x, expected)
     assert [grad is None for grad in gradients(model)] == [not one.requires_grad for one in model.parameters()]
+
+
+def test_gradients_of_inputs_may_be_asked_for_again():
+    model = compiled(blocks())
+    x = torch.randn(ROWS, WIDTH, requires_grad=True)
+    output = model(x).sum()
+
+    (first,) = torch.autograd.grad(output, x, retain_graph=True)
+    again, *of_parameters = torch.autograd.grad(output, [x, *model.parameters()])
+
+    torch.testing.assert_close(first, again)
+    model(x).sum().backward()
+    torch.testing.assert_close(of_parameters, gradients(model))
+
+
+def test_what_backward_changes_in_place_is_changed_once():
+    model = compiled(nn.Sequential(Watching(), Watching()))
+    x = torch.randn(ROWS, WIDTH, requires_grad=True)
+
+    _, groups = stage_backward_input([model(x).sum()], None, [x], model.parameters())
+    stage_backward_weight(model.parameters(), groups)
+
+    assert [block.backwards.item() for block in model] == [1, 1]
 
 
 def test_gradients_are_summed_over_microbatches_that_overlap():
