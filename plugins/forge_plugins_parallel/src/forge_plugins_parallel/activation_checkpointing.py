@@ -116,9 +116,9 @@ def _checkpointed(
     of those of ``kept_by_compiler``.
 
     Args:
-        again: a forward has two backwards, for the input and for weights.
+        again: a forward has several backwards, for the input and for each weight.
     """
-    selective = partial(_keeping_for_two if again else _keeping, kept) if kept.names else None
+    selective = partial(_keeping_for_several if again else _keeping, kept) if kept.names else None
     counting = [module for module in block.modules() if hasattr(module, "accumulators")]
     traced = {"context_fn": partial(_keeping, kept_by_compiler)} if kept_by_compiler.names else {}
     eager = {"context_fn": selective} if selective else {}
@@ -145,7 +145,7 @@ def _keeping(kept: KeptOperations) -> Contexts:
     return contexts
 
 
-def _keeping_for_two(kept: KeptOperations) -> Contexts:
+def _keeping_for_several(kept: KeptOperations) -> Contexts:
     forward, recomputation = _keeping(kept)
     return forward, _GivingOutAgain(recomputation)
 
@@ -173,7 +173,7 @@ def _accumulating_once(contexts: Callable[[], Contexts], counting: Sequence[Any]
 
 
 class _Restoring(AbstractContextManager[None]):
-    """``_restoring``, which is entered again in each backward: a zero-bubble schedule has two."""
+    """``_restoring``, which is entered again in each backward: a zero-bubble schedule has several."""
 
     def __init__(self, recomputation: AbstractContextManager[Any], counting: Sequence[Any]) -> None:
         self._again = partial(_restoring, recomputation, counting)
