@@ -88,10 +88,10 @@ class OneOf:
         return self.rank
 
 
-def split(rank, model=None):
+def split(rank, model=None, schedule="ZBVZeroBubble"):
     model = model or build_on_meta(lambda: SmallModel(n_layers=4))
     context = PassContext(OneOf(rank), small_job(), torch.device("cpu"))
-    return Pipeline(PipelineConfig(schedule="ZBVZeroBubble")).split(model, context)
+    return Pipeline(PipelineConfig(schedule=schedule)).split(model, context)
 
 
 def test_parts_hold_each_tensor_of_the_model_once_and_by_its_name():
@@ -121,6 +121,17 @@ def test_the_first_stage_lends_the_table_of_a_tied_head_to_the_last():
 
     assert (first.borrowed, last.borrowed) == ({}, {"head.weight": "embed.weight"})
     assert [name for name in named_parameters([first, last]) if "embed" in name or "head" in name] == ["embed.weight"]
+
+
+def test_a_stage_that_ties_tensors_is_refused_where_backward_is_split():
+    model = build_on_meta(lambda: SmallModel(n_layers=4))
+    last = model.blocks["3"]
+    name = next(name for name, one in last.named_parameters() if one.ndim == 1)
+    model.norm.weight = last.get_parameter(name)
+
+    with pytest.raises(ConfigError, match=rf"norm\.weight is tied to blocks\.3\.{name}, .* take \"1F1B\""):
+        split(1, model)
+    split(1, model, schedule="1F1B")
 
 
 def test_a_model_that_ties_other_tensors_of_different_stages_is_refused():

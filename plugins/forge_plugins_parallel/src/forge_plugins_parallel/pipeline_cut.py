@@ -110,12 +110,16 @@ class _Cheapest(NamedTuple):
         return _Cheapest(max(self.dearest, cost), self.squares + cost * cost, (*self.counts, count))
 
 
-def shared_tensors(model: Any, cut: Cut) -> dict[str, str]:
+def shared_tensors(model: Any, cut: Cut, *, splits_backward: bool) -> dict[str, str]:
     """The parameters of the last stage that are the first one's, by name: a tied head's.
 
+    Args:
+        splits_backward: gradients of weights are computed by themselves. torch frees the graph after those of one
+            module, and would need it again for another that has the same parameter, but in the first stage.
+
     Raises:
-        ConfigError: other modules of different stages share a parameter, or one is in no module that a stage could
-            have.
+        ConfigError: other modules of different stages share a parameter, or of one stage where they may not; or one is
+            in no module that a stage could have.
     """
     stage_of = {name: stage for stage in range(len(cut)) for name in _holdings(model, cut, stage)}
     seen: dict[int, tuple[str, int]] = {}
@@ -135,6 +139,12 @@ def shared_tensors(model: Any, cut: Cut) -> dict[str, str]:
             raise ConfigError(
                 f"parallel.passes.pipeline: {name} is tied to {first}, which is in another pipeline stage and would be "
                 "trained apart from it; untie them, or set parallel.pp = 1"
+            )
+        elif splits_backward and stage > 0 and name != first:
+            raise ConfigError(
+                f"parallel.passes.pipeline.schedule: {name} is tied to {first}, and a schedule that computes gradients "
+                'of weights apart has them of one module after the other; untie them, or take "1F1B" or '
+                '"Interleaved1F1B"'
             )
     return borrowed
 
