@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch._dynamo import config as dynamo_config
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.distributed.fsdp import FSDPModule
 
@@ -11,6 +12,7 @@ from forge_core.contracts.parallel_pass import PassContext
 from forge_core.distributed.mesh import build_mesh, join_process_group
 from forge_core.errors import ConfigError, PluginError
 from forge_core.train.build import materialise
+from forge_plugins_parallel import compile as compile_pass
 from forge_plugins_parallel.activations import measure_activations
 from forge_plugins_parallel.kept_operations import KeptOperations
 from forge_plugins_parallel.pipeline_cut import cut_model, held, part_of, shared_tensors
@@ -84,6 +86,18 @@ def test_units_are_recomputed_compiled_and_gathered_as_blocks_are(context, mode)
         torch.testing.assert_close(gradient.full_tensor(), expected[name], rtol=1e-5, atol=1e-6)
 
 
+def test_each_kind_of_unit_has_a_number_of_graphs_to_itself(context, monkeypatch):
+    """torch counts those of a function, and recomputed units share the one of their wrapper."""
+    monkeypatch.setattr(compile_pass, "_GRAPHS", 2)
+    with dynamo_config.patch(recompile_limit=2):
+        model, _ = passed_through(context, {"name": "activation_checkpointing"}, {"name": "compile"})
+        assert dynamo_config.recompile_limit == 4
+
+        gradients(model)
+        with torch.no_grad():
+            model.eval()(torch.zeros(2, 8, dtype=torch.int64), features=torch.zeros(2, 5, 6))
+
+
 def test_units_of_a_part_at_the_end_run_after_blocks():
     model = build_on_meta(SmallTower)
     model.stage_of = lambda: {"memory": "last"}
@@ -116,7 +130,7 @@ def test_a_further_part_is_on_its_stage_only():
     cut = cut_model(model, 2, 8)
     first, last = part_of(model, cut, 0), part_of(model, cut, 1)
 
-    assert shared_tensors(model, cut) == {}
+    assert shared_tensors(model, cut, splits_backward=True) == {}
     assert held(model, cut, 0) == ["embed", "memory", "blocks.0", "blocks.1"]
     assert held(model, cut, 1) == ["blocks.2", "blocks.3", "norm", "head"]
     assert first.memory is not None
@@ -156,4 +170,4 @@ def test_tensors_that_parts_on_other_stages_share_are_refused():
     model.memory.layers["0"].up.weight = model.blocks["0"].up.weight
 
     with pytest.raises(ConfigError, match=r"memory\.layers\.0\.up\.weight"):
-        shared_tensors(model, cut_model(model, 2, 8))
+        shared_tensors(model, cut_model(model, 2, 8), splits_backward=False)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._dynamo import config as dynamo_config
 from torch._dynamo.utils import counters, get_compilation_metrics
 
 from forge_core.contracts.parallel_pass import PassContext
@@ -17,6 +18,10 @@ from forge_plugins_parallel.split_backward import split_backward
 from forge_plugins_parallel.units import units_of
 
 logger = logging.getLogger(__name__)
+
+_GRAPHS = 8
+"""Of one kind of unit, at most, as torch has it: for training and evaluation, for sizes, for an input that needs no
+gradient."""
 
 
 class Compile:
@@ -30,6 +35,9 @@ class Compile:
         compiled = {"": model} if self._config.whole_model else units_of(model)
         guard = _RecompileGuard(stops=self._config.on_recompile == "error")
         backend = split_backward if splits_backward(context.job) else "inductor"
+        kinds = {tuple(type(part) for part in module.modules()) for module in compiled.values()}
+        # torch counts by function, and recomputed units of all kinds share that of their wrapper
+        dynamo_config.recompile_limit = max(dynamo_config.recompile_limit, _GRAPHS * len(kinds))
         for name, module in compiled.items():
             fullgraph = self._config.fullgraph
             if fullgraph is None:
