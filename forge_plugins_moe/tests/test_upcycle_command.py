@@ -135,7 +135,10 @@ def test_it_can_be_trained_in_another_layout(trained):
     )
     assert done.returncode == 0, done.stdout + done.stderr
     one, other = steps(trained), steps(trained.parent / "two")
-    assert [line["loss"] for line in other] == pytest.approx([line["loss"] for line in one], rel=1e-5)
+    losses, others = ([line["loss"] for line in lines] for lines in (one, other))
+    assert others[:2] == pytest.approx(losses[:2], rel=1e-5)
+    # experts begin as copies: once they are updated, rounding may give a token another one of two that score alike
+    assert others == pytest.approx(losses, rel=1e-3)
 
 
 def test_a_run_resumed_from_it_goes_on_at_the_step_and_the_data_of_the_dense_one(sparse, folder):
