@@ -223,6 +223,11 @@ class PipelineConfig:
         """Return whether stages go down the ranks and up again, instead of round."""
         return self.schedule in _V_SCHEDULES
 
+    @property
+    def splits_backward(self) -> bool:
+        """Return whether a stage computes gradients of its input and those of its weights at two times."""
+        return self.schedule in SPLIT_BACKWARD
+
     def check(self, job: Job) -> Iterator[tuple[str, str]]:
         """What is wrong with this pipeline in this job."""
         pp, microbatches = job.parallel.pp, job.train.grad_accumulation
@@ -294,9 +299,9 @@ def _names_operations(_: object, __: "attrs.Attribute[Any]", patterns: tuple[str
 
 
 def splits_backward(job: Job) -> bool:
-    """Return whether a stage computes gradients of its input and those of its weights at two times."""
+    """Same as ``PipelineConfig.splits_backward``, where the job has a pipeline."""
     pipeline = config_in(job, PipelineConfig)
-    return pipeline is not None and job.parallel.pp > 1 and pipeline.schedule in SPLIT_BACKWARD
+    return pipeline is not None and job.parallel.pp > 1 and pipeline.splits_backward
 
 
 @attrs.frozen(kw_only=True)

@@ -23,7 +23,6 @@ from forge_plugins_parallel.config import PipelineConfig
 from forge_plugins_parallel.context_parallel import position_dims
 from forge_plugins_parallel.pipeline_cut import cut_model, held, part_of, shared_tensors
 from forge_plugins_parallel.pipeline_stage import Stage, known
-from forge_plugins_parallel.plugin import SPLIT_BACKWARD
 from forge_plugins_parallel.tied_head import TiedHead
 
 Batch = Mapping[str, torch.Tensor]
@@ -59,7 +58,7 @@ class Pipeline:
                 raise ConfigError(f"parallel.pp: the model has no {name}, and is not cut into stages; set it to 1")
         n_stages = pp * self._config.stages_a_rank
         cut = cut_model(model, n_stages, context.job.train.seq_len)
-        borrowed = shared_tensors(model, cut, splits_backward=self._config.schedule in SPLIT_BACKWARD)
+        borrowed = shared_tensors(model, cut, splits_backward=self._config.splits_backward)
         self._is_tied = bool(borrowed)
         self._width, self._words = model.head.weight.shape[1], type(model).__qualname__
 
