@@ -200,12 +200,13 @@ def describe_environment(
     plugins: Mapping[str, str], mesh: Mapping[str, int], device: str, command: str | None
 ) -> dict[str, Any]:
     """Facts that decide the numbers besides the job: command, commit of the working folder, versions, machine, mesh."""
-    names = ("forge-core", "torch", "numpy")
+    import torch  # its own version names the CUDA that it is built for
+
     return {
         "command": command,
         "commit": git_commit(Path.cwd()),
         "python": platform.python_version(),
-        "versions": {name: version(name) for name in names},
+        "versions": {"torch": torch.__version__, **{name: version(name) for name in ("forge-core", "numpy")}},
         "plugins": dict(plugins),
         "host": socket.gethostname(),
         "platform": platform.platform(),

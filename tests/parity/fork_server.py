@@ -35,7 +35,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
-_FIXED = ("CUDA_", "GLIBC_", "KMP_", "LD_", "MALLOC_", "MKL_", "OMP_", "OPENBLAS_", "PYTHON", "TORCH")
+_FIXED = ("CUDA_", "GLIBC_", "KMP_", "LD_", "MALLOC_", "MKL_", "OMP_", "OPENBLAS_", "PYTHON", "TORCH", "TRITON_")
 """Beginnings of the names of variables that are read while a process starts, or while it imports torch."""
 _READ_LATER = ("PYTHONFAULTHANDLER", "PYTHONPATH", "TORCHELASTIC_", "TORCHINDUCTOR_CACHE_DIR", "TORCH_GLOO_LAZY_INIT")
 _READ_LATER += ("KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK")

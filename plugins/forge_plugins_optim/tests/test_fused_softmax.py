@@ -79,20 +79,15 @@ def part_of_rank() -> slice:
 
 
 class Ranks:
-    """Two processes in which nobody has imported Triton yet: it asks then whether to interpret."""
-
     def run(self) -> dict[str, list[float]]:
         """What is off, of each case; on a GPU, without the one of two ranks."""
-        with pytest.MonkeyPatch.context() as patch:
-            if DEVICE == "cpu":
-                patch.setenv("TRITON_INTERPRET", "1")
-            loss = chunked_cross_entropy.chunked_cross_entropy(ChunkedCrossEntropyConfig(kernel="triton", chunk_size=5))
-            found = {name: self.case(loss, *case) for name, case in CASES.items()}
-            found["nothing to learn"] = self.nothing_to_learn(loss)
-            found["NaN"] = self.nan(loss)
-            if dist.is_initialized():
-                found["parts"] = self.parts(loss)
-            return found
+        loss = chunked_cross_entropy.chunked_cross_entropy(ChunkedCrossEntropyConfig(kernel="triton", chunk_size=5))
+        found = {name: self.case(loss, *case) for name, case in CASES.items()}
+        found["nothing to learn"] = self.nothing_to_learn(loss)
+        found["NaN"] = self.nan(loss)
+        if dist.is_initialized():
+            found["parts"] = self.parts(loss)
+        return found
 
     def case(self, loss: ChunkedCrossEntropy, dtype, head, coefficient: float, weighted: bool) -> list[float]:
         case = Case(dtype, head)
@@ -146,7 +141,11 @@ CASES = {
 def errors() -> dict[str, list[float]]:
     if find_spec("triton") is None:
         pytest.skip("Triton is not installed")
-    return Ranks().run() if DEVICE == "cuda" else on_ranks(Ranks, "run", 2)[1]
+    if DEVICE == "cuda":
+        return Ranks().run()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")  # it is asked for when Triton is imported, which torch may do early
+        return on_ranks(Ranks, "run", 2)[1]
 
 
 @pytest.mark.slow  # where there is no GPU, kernels are interpreted

@@ -284,6 +284,7 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
     return tokens, tokens.flip(1).masked_fill(tokens % 5 == 0, -100)
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo looks at it
 def test_works_behind_a_compiled_block() -> None:
     plain, compiled = tiny(), tiny()
     compiled.block.compile(backend="aot_eager")

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+from torch.distributed.tensor import Replicate, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from forge_core.distributed.mesh import join_process_group
@@ -233,6 +234,29 @@ def test_parameters_that_are_distributed_tensors_have_parts_of_their_own(frozen,
         for one, other in zip(gradients(model), gradients(plain), strict=True):
             if one is not None:
                 torch.testing.assert_close(local_tensor(one), other)
+
+
+def test_inputs_that_are_distributed_tensors_have_parts_of_their_own(mesh):
+    """Autograd checks the shape of their gradients with those of parameters too, where it drops them."""
+    plain = blocks(Cut)
+    model = copy.deepcopy(plain)
+    for block in model:
+        distribute_module(block, mesh)
+    compiled(model)
+    for rows in (ROWS, ROWS + 3, ROWS + 4):
+        x = torch.randn(rows, WIDTH)
+        given = x.clone().requires_grad_()
+        plain.zero_grad()
+        plain(given).square().sum().backward()
+
+        model.zero_grad()
+        shared = distribute_tensor(x, mesh, [Replicate()]).requires_grad_()
+        output = model(shared).square().sum()
+        (of_x,), groups = stage_backward_input([output], None, [shared], model.parameters())
+        stage_backward_weight(model.parameters(), groups)
+
+        torch.testing.assert_close(local_tensor(of_x), given.grad)
+        torch.testing.assert_close([local_tensor(one) for one in gradients(model)], gradients(plain))
 
 
 def test_the_second_part_knows_sizes_that_only_the_first_one_reads():

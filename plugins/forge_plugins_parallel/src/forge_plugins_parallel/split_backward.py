@@ -92,7 +92,8 @@ class _TwoParts:
         needed = {one for node in second for one in node.all_input_nodes} | {*of_parameters}
         kept = [node for node in graph.graph.nodes if node in needed and node in first - second - {*given}]
         self._parameters = set(parameters)
-        self._outputs = [node.meta["val"] if _is_tensor(node) else None for node in outputs]
+        self._n_outputs = len(outputs)
+        self._no_parameters = {i: _nothing_like(outputs[i].meta["val"]) for i in self._parts if i in self._parameters}
         self._by_input = list(_gradients_by_input(graph).values())
         # where sizes vary, any tensor may be the only one to tell the size of another
         vary = any(free_symbols(one) for one in inputs if isinstance(one, torch.Tensor | torch.SymInt))
@@ -110,27 +111,31 @@ class _TwoParts:
         asked = _asked(node, self._by_input)
         read_again = [given[index] for index in self._read_again]
         meshes = {index: given[position] for index, position in self._meshes.items()}
-        gradients: list[Any] = [None] * len(self._outputs)
-        kept = node.metadata.pop(_KEPT, None)
+        gradients: list[Any] = [None] * self._n_outputs
+        kept, nothing = node.metadata.pop(_KEPT, (None, {}))
         if kept is None or asked - self._parameters:
             results = self._first(given)
-            gradients, kept = list(results[: len(gradients)]), results[len(gradients) :]
+            gradients, kept = list(results[: self._n_outputs]), results[self._n_outputs :]
+            nothing = {i: _nothing_like(gradients[i]) for i in self._parts if gradients[i] is not None}
         given.clear()
         if asked & self._parameters:
             of_parameters = self._second([*read_again, *kept])
             for index in self._parameters:
                 gradients[index] = of_parameters[index]
         else:
-            node.metadata[_KEPT] = kept
+            node.metadata[_KEPT] = kept, nothing
+        stand_ins = {**meshes, **self._no_parameters, **nothing}
         for index in self._parts:  # they are put together, also where autograd drops the whole
             if gradients[index] is None:
-                gradients[index] = meshes[index] if index in meshes else _nothing_like(self._outputs[index])
+                gradients[index] = stand_ins[index]
         return gradients
 
 
-def _nothing_like(example: torch.Tensor | None) -> Any:
-    """An empty tensor; a number where there is no example, as that is a size."""
-    return 0 if example is None else torch.empty(0, dtype=example.dtype, device=example.device)
+def _nothing_like(gradient: Any) -> Any:
+    """A tensor of its shape, which autograd checks, that takes no memory; a size is itself."""
+    if not isinstance(gradient, torch.Tensor):
+        return gradient
+    return torch.empty((), dtype=gradient.dtype, device=gradient.device).expand(gradient.shape)
 
 
 def _asked(node: Any, by_input: Sequence[Sequence[int]]) -> set[int]:
