@@ -2,11 +2,14 @@
 
 import logging
 
+import attrs
 import pytest
 import torch
 from torch import nn
 from torch._dynamo.utils import counters
+from torch.torch_version import TorchVersion
 
+from forge_core.config.sections import ParallelSection
 from forge_core.contracts.parallel_pass import PassContext
 from forge_core.distributed.mesh import build_mesh, join_process_group
 from forge_core.errors import ConfigError
@@ -135,3 +138,33 @@ def test_blocks_of_other_shapes_are_no_recompilation(context):
         train(model)
 
     assert graphs() == 2
+
+
+@pytest.mark.parametrize(
+    ("degrees", "other", "cannot"),
+    [
+        (
+            {"tp": 2},
+            {"name": "activation_checkpointing"},
+            "compile blocks that are recomputed under tensor parallelism",
+        ),
+        (
+            {"pp": 2},
+            {"name": "pipeline", "schedule": "ZBVZeroBubble"},
+            "compute gradients of a compiled block's weights",
+        ),
+    ],
+)
+def test_an_old_torch_is_refused_where_it_cannot_compile_a_job(context, monkeypatch, degrees, other, cannot):
+    passes = {other["name"]: builder().resolve("parallel_pass", other)}
+    job = attrs.evolve(context.job, parallel=ParallelSection(**degrees, passes=passes))
+    asked = PassContext(context.mesh, job, CPU)
+    passed_through(asked, COMPILE)
+
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.11.0+cu130"))
+
+    with pytest.raises(
+        ConfigError, match=rf"parallel\.passes\.compile: torch 2\.11\.0\+cu130 cannot {cannot}.*2\.13 can"
+    ):
+        passed_through(asked, COMPILE)
+    passed_through(context, COMPILE)

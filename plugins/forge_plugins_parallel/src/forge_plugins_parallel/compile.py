@@ -11,9 +11,10 @@ from torch import nn
 from torch._dynamo import config as dynamo_config
 from torch._dynamo.utils import counters, get_compilation_metrics
 
+from forge_core.config.sections import Job
 from forge_core.contracts.parallel_pass import PassContext
 from forge_core.errors import ConfigError
-from forge_plugins_parallel.config import CompileConfig, splits_backward
+from forge_plugins_parallel.config import ActivationCheckpointingConfig, CompileConfig, config_in, splits_backward
 from forge_plugins_parallel.split_backward import split_backward
 from forge_plugins_parallel.units import units_of
 
@@ -34,6 +35,7 @@ class Compile:
     def apply(self, model: nn.Module, context: PassContext) -> tuple[nn.Module, Sequence[str]]:
         compiled = {"": model} if self._config.whole_model else units_of(model)
         guard = _RecompileGuard(stops=self._config.on_recompile == "error")
+        _refuse_old_torch(context.job)
         backend = split_backward if splits_backward(context.job) else "inductor"
         kinds = {tuple(type(part) for part in module.modules()) for module in compiled.values()}
         # torch counts by function, and recomputed units of all kinds share that of their wrapper
@@ -46,6 +48,21 @@ class Compile:
             if self._config.on_recompile != "ignore":
                 guard.watch(name, module)
         return model, list(compiled)
+
+
+def _refuse_old_torch(job: Job) -> None:
+    """
+    Raises:
+        ConfigError: torch is older than 2.13, and cannot compile such a job.
+    """
+    cannot = {
+        "compute gradients of a compiled block's weights by themselves, as this schedule does": splits_backward(job),
+        "compile blocks that are recomputed under tensor parallelism": job.parallel.tp > 1
+        and config_in(job, ActivationCheckpointingConfig) is not None,
+    }
+    for words, is_so in cannot.items():
+        if is_so and torch.__version__ < "2.13":
+            raise ConfigError(f"parallel.passes.compile: torch {torch.__version__} cannot {words}; torch 2.13 can")
 
 
 class _RecompileGuard:

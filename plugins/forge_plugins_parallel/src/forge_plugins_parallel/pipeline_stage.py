@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 
 from forge_core.contracts.batch import bind
@@ -42,18 +44,17 @@ class Stage(PipelineStage):
         return super().get_bwd_recv_ops(bwd_chunk_id)
 
     def forward_one_chunk(self, fwd_chunk_id: int, *_: Any, **options: Any) -> Any:
-        inputs, loss = bind(self.loss, self.microbatches[fwd_chunk_id])
+        inputs, self._bound_loss = bind(self.loss, self.microbatches[fwd_chunk_id])
         tokens = inputs.pop("tokens")
-        given: dict[str, Any] = {**inputs, **known(self.submod, tokens), "loss": loss}
         self._forms = self.forms[fwd_chunk_id]
-        return super().forward_one_chunk(fwd_chunk_id, (tokens,), given, **options)
+        return super().forward_one_chunk(fwd_chunk_id, (tokens,), {**inputs, **known(self.submod, tokens)}, **options)
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
         first, *received = args
         for one in () if self.is_first else args:
             one.register_hook(torch.Tensor.contiguous)  # only such tensors can be sent, forward and backward
         sent_along = along(self._forms, received) if received else {}
-        output = self.submod(first, **kwargs, **sent_along)
+        output = self.submod(first, **kwargs, **sent_along, loss=self._bound_loss)
         if self.is_last:
             return output.total
         given = [_to_send(one, args) for one in self.between.tensors(output, self._forms)]
@@ -69,9 +70,25 @@ class Stage(PipelineStage):
                 for form, gradient in zip(forms, self.bwd_cache[bwd_chunk_id][: len(forms)], strict=True)
             )
 
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        """Without a rank's to itself, which torch 2.11 has where stages form a V, and gloo cannot do."""
+        return [one for one in super()._get_init_p2p_neighbors_ops() if one.peer != dist.get_rank()]
+
+    def start_gradient_reduction(self) -> None:
+        """torch 2.15 reduces here what it knows that backward has left. More is left where ``fsdp`` reduces with each
+        microbatch, and gradients of weights come after that reduction."""
+        for module in self.submod.modules():
+            if isinstance(module, FSDPModule):
+                for group in module._get_fsdp_state()._fsdp_param_groups:
+                    group._post_backward_pending = True  # type: ignore[attr-defined]  # since 2.15
+        super().start_gradient_reduction()  # type: ignore[misc]  # only that torch has it, and calls it
+
     def _fit(self, received: Sequence[Any], microbatch: int) -> None:
         for one, form in zip(received, self.forms[microbatch].values(), strict=True):
-            if one.buffer.shape != form.shape:
+            if hasattr(one, "allocate_buffer"):  # torch 2.15 does, once it receives, by what it knows of the tensor
+                strides = torch.empty(form.shape, device="meta").stride()
+                one.tensor_meta = dataclasses.replace(one.tensor_meta, shape=torch.Size(form.shape), stride=strides)
+            elif one.buffer.shape != form.shape:
                 one.buffer = one.buffer.new_empty(form.shape, requires_grad=one.buffer.requires_grad)
 
     def _validate_stage_tensors(self, *_: Any) -> None:

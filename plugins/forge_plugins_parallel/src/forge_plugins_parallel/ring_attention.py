@@ -254,7 +254,7 @@ def _torchs_ring() -> Any:
     """The module of torch that has the two halves of ring attention, set to send parts on instead of gathering them.
 
     Raises:
-        ConfigError: it has not, or they are not what they are in torch 2.11 to 2.13.
+        ConfigError: it has not, or they are not what they are in torch 2.11 to 2.15.
     """
     try:
         from torch.distributed.tensor.experimental._context_parallel import _attention as ring
@@ -270,7 +270,7 @@ def _torchs_ring() -> Any:
         options.enable_load_balance = True  # which means our order of chunks
     except (ImportError, AttributeError) as error:
         raise ConfigError(
-            f"{_METHOD} is made of what torch 2.11 to 2.13 have, and torch {torch.__version__} has not ({error}); take "
+            f"{_METHOD} is made of what torch 2.11 to 2.15 have, and torch {torch.__version__} has not ({error}); take "
             'method = "gather"'
         ) from error
     return ring
