@@ -53,8 +53,8 @@ def main(job_toml: Path, plan: Path) -> None:
     hard_exit()
 
 
-_THREADS = 50
-"""Fewer than a rank has when it keeps the groups of twenty works."""
+_THREADS = 50 if torch.__version__ >= "2.13" else 500
+"""Fewer than a rank has when it keeps the groups of twenty works. torch 2.11 does keep some."""
 _OF_COMPILED = 20
 """Threads of the groups that compiled code holds, whatever is reset: there are a few dozen such works by night."""
 
