@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
+import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from forge_core.job import load_job
 from forge_core.registry.discovery import discover
-from forge_plugins_plan import microbatches, repeated, simulation
+from forge_plugins_parallel import pipeline_stage
+from forge_plugins_plan import chunks, microbatches, repeated, simulation
 from forge_plugins_plan.alike import alike
 from forge_plugins_plan.simulation import simulate
 from forge_plugins_plan.timeline import Change, Repeat, Tally
@@ -189,6 +195,29 @@ def test_microbatches_that_hang_on_what_is_done_before_them_are_simulated(catalo
 
     assert short.memory == whole.memory
     assert list(short.run) == list(whole.run)
+
+
+def test_what_autograd_holds_of_what_is_sent_is_freed_by_backwards(catalog, job_of, repeated_microbatches, monkeypatch):
+    monkeypatch.setattr(pipeline_stage, "_to_send", lambda output, _: output.exp())
+    job = job_of(4, "model.n_layers=2", "parallel.pp=2", "train.grad_accumulation=6")
+
+    short = simulate(job, catalog, 300, 4, 0)
+    whole = simulate(job, catalog, 300, 4, 0, shorten=False)
+
+    assert repeated_microbatches == {3, 4}
+    assert list(short.run) == list(whole.run)
+
+
+@pytest.mark.skipif(not hasattr(_PipelineStageBase, chunks.RELEASE), reason="torch before 2.15 drops none")
+def test_outputs_without_memory_are_dropped_as_real_ones_once_they_have_been_sent():
+    stage = SimpleNamespace(is_last=False, submod=nn.Linear(2, 2), dw_builder=None)
+    with FakeTensorMode():
+        output = torch.empty(2)
+
+    method = _PipelineStageBase._output_slot_is_releasable
+
+    assert method(stage, output)[0] is False
+    assert chunks.releasable(method)(stage, output) == method(stage, torch.empty(2)) == (True, "")
 
 
 @pytest.mark.parametrize(("seen", "expected"), [(False, 3), (True, 4)])

@@ -156,7 +156,7 @@ def test_others_are_simulated_themselves(catalog, job_of, followed, world_size, 
     [
         (("forward_one_chunk", 1), {"after": "backward_one_chunk"}),
         (("backward_one_chunk", 7), {"after": "forward_one_chunk"}),
-        (("backward_one_chunk", 2), {"keeps": [True]}),
+        (("backward_one_chunk", 2), {"freed": [None] * 3}),
     ],
 )
 def test_a_rank_whose_schedule_does_otherwise_does_not_follow(catalog, job_of, action, changed):

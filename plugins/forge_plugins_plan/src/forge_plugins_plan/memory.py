@@ -31,11 +31,15 @@ CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "logits", "
 
 
 @attrs.define(eq=False)
-class _Storage:
+class Storage:
+    """Memory that has been seen."""
+
     size: int
     category: str
     birth: int
     """Its place in the log, or one of these."""
+    freed: int | None = None
+    """The place in the log, if it has been."""
 
 
 _BEFORE = -1
@@ -49,21 +53,9 @@ class StandIn:
     """The form of a tensor that has been seen."""
 
     form: torch.Tensor
-    entry: _Storage
-
-    @property
-    def category(self) -> str:
-        return self.entry.category
-
-    @property
-    def size(self) -> int:
-        """Bytes of its storage when it was seen."""
-        return self.form.untyped_storage().size()
-
-    @property
-    def is_live(self) -> bool:
-        """Whether it has not been freed."""
-        return self.entry.size > 0
+    entry: Storage
+    size: int
+    """Bytes of its storage when it was seen."""
 
 
 class MemoryLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
@@ -86,7 +78,7 @@ class MemoryLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         self.log: list[Any] = []
         """``Change`` and ``Work`` since ``restart``, and what else is put there to mark a place."""
         self._at_start: Counter[str] = Counter()
-        self._live: dict[int, _Storage] = {}
+        self._live: dict[int, Storage] = {}
         self._watched: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._equal: dict[Any, Any] = {}
 
@@ -123,32 +115,41 @@ class MemoryLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
 
     def stand_in(self, tensor: torch.Tensor) -> StandIn:
         """The form of a tensor, and what becomes of it."""
-        (entry,) = (entry for _, entry in self._entries({"": [tensor]}))
+        (entry,) = self.storages([tensor])
         with self.paused():
-            return StandIn(torch.empty_like(tensor), entry)
+            return StandIn(torch.empty_like(tensor), entry, entry.size)
 
     def category(self, tensor: torch.Tensor) -> str:
         """What a tensor is for, as far as it has shown."""
-        return next(entry.category for _, entry in self._entries({"": [tensor]}))
+        return self.storages([tensor])[0].category
 
-    def unseen(self, like: StandIn) -> torch.Tensor:
-        """Make a tensor of which nothing is noted, neither now nor when it is freed."""
+    def storages(self, tensors: Iterable[torch.Tensor]) -> list[Storage]:
+        """What has been seen of them, each once."""
+        return [entry for _, entry in self._entries({"": tensors})]
+
+    def again(self, like: StandIn) -> torch.Tensor:
+        """Make a tensor as one that has been seen. That it is made is not noted; when it is freed is."""
         with self.paused():
             tensor = torch.empty_like(like.form)
-        for storage in _storages(tensor):
-            self._watch(storage, _Storage(0, like.category, _UNSEEN))
+        self.adopt(tensor, like.entry.category, like.size)
         return tensor
 
-    def adopt(self, tensor: torch.Tensor, category: str) -> None:
+    def adopt(self, tensor: torch.Tensor, category: str, size: int | None = None) -> None:
         """See when ``tensor`` is freed. It counts as having been made in this category, which is not noted."""
         for storage in _storages(tensor):
-            self.adopt_storage(storage, category)
+            self._watch(storage, Storage(storage.size() if size is None else size, category, _UNSEEN))
 
-    def adopt_storage(self, storage: torch.UntypedStorage, category: str) -> None:
-        """Same as ``adopt``."""
-        self._watch(storage, _Storage(storage.size(), category, _UNSEEN))
+    @contextmanager
+    def unnoted(self, storages: Iterable[Storage]) -> Iterator[None]:
+        """Where these are freed meanwhile, it is not noted."""
+        sizes = {storage: storage.size for storage in storages}
+        for storage in sizes:
+            storage.size = 0
+        yield
+        for storage, size in sizes.items():
+            storage.size = size
 
-    def _entries(self, known: Mapping[str, Iterable[torch.Tensor]]) -> Iterator[tuple[str, _Storage]]:
+    def _entries(self, known: Mapping[str, Iterable[torch.Tensor]]) -> Iterator[tuple[str, Storage]]:
         for category, tensors in known.items():
             for key in {storage._cdata: None for tensor in tensors for storage in _storages(tensor)}:
                 if key in self._live:
@@ -222,11 +223,11 @@ class MemoryLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         return self.phase
 
     def _add(self, storage: torch.UntypedStorage, category: str) -> None:
-        entry = _Storage(0, category, len(self.log))
+        entry = Storage(0, category, len(self.log))
         self._watch(storage, entry)
         self._change(entry, storage.size(), category)
 
-    def _watch(self, storage: torch.UntypedStorage, entry: _Storage) -> None:
+    def _watch(self, storage: torch.UntypedStorage, entry: Storage) -> None:
         key = storage._cdata
         self._live[key] = entry
         self._watched[key] = weakref.ref(storage, lambda _: self._forget(key))
@@ -234,10 +235,11 @@ class MemoryLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
     def _forget(self, key: int) -> None:
         del self._watched[key]
         entry = self._live.pop(key)
+        entry.freed = len(self.log)
         if entry.size > 0:
             self._change(entry, 0, entry.category)
 
-    def _change(self, entry: _Storage, size: int, category: str) -> None:
+    def _change(self, entry: Storage, size: int, category: str) -> None:
         change = Change(entry.category, entry.size, category, size)
         self.log.append(self._equal.setdefault(change, change))  # few are unlike all others
         entry.size, entry.category = size, category

@@ -4,8 +4,7 @@ rank and on those whose stages are like its own."""
 from __future__ import annotations
 
 import logging
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -16,20 +15,20 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from forge_core.ops.partial_gradients import PartialGradients
-from forge_plugins_plan.memory import MemoryLedger, StandIn
+from forge_plugins_plan import chunks
+from forge_plugins_plan.memory import MemoryLedger, StandIn, Storage
 from forge_plugins_plan.repeated import NotRepeatedError
-from forge_plugins_plan.timeline import Change
 from forge_plugins_plan.work import Work
 
 _FIRST = 3
 """So many of the first microbatches are simulated, and the last one. The third and the last must do the same: the first
 makes gradients, and FSDP makes room to add to them with the second."""
 
-_FORWARD, _BACKWARD, _REDUCE = "forward_one_chunk", "backward_one_chunk", "perform_reduce_grad"
+_FORWARD, _BACKWARD = "forward_one_chunk", "backward_one_chunk"
 _SUM = (0, "sum", 0)
 """The key of what follows on all actions: gradients that ranks have parts of are summed."""
 _RECEIVED = {_FORWARD: "args_recv_info", _BACKWARD: "grad_recv_info"}
-"""Where a stage keeps what it receives for an action."""
+"""The attribute of a stage for what it receives, by action."""
 
 _SCHEDULES = logging.getLogger("torch.distributed.pipelining.schedules")
 
@@ -47,8 +46,12 @@ class _Trace:
     """In the ledger. A number stands for the first read of what the stage has received for the microbatch."""
     left: Sequence[StandIn | None] = ()
     """The tensors that it gives to other stages."""
-    keeps: Sequence[bool] = ()
-    """Of a backward: whether what forward gave to other stages is still there after it."""
+    held: Sequence[bool] = ()
+    """Of a forward: which of them are still there after the stage has dropped them, as they had been sent."""
+    freed: Sequence[int | None] = ()
+    """Of a backward: which of the notes say that what the schedule may hold is freed, if it does not hold it."""
+    loss_holds: bool = False
+    """Of a backward: whether the graph of the loss is there after it, which holds what forward received."""
 
 
 @attrs.frozen
@@ -84,10 +87,14 @@ def replayed(ledger: MemoryLedger, n_microbatches: int, like: Traces | None = No
     with ExitStack() as stack:
         stack.callback(setattr, _SCHEDULES, "disabled", _SCHEDULES.disabled)
         _SCHEDULES.disabled = True  # it prints the whole schedule where an action raises
-        for name in (_FORWARD, _BACKWARD, _REDUCE):
+        for name in (_FORWARD, _BACKWARD, *chunks.REDUCTIONS):
             method = getattr(_PipelineStageBase, name)
             setattr(_PipelineStageBase, name, replay.in_place_of(method, name))
             stack.callback(setattr, _PipelineStageBase, name, method)
+        if hasattr(_PipelineStageBase, chunks.RELEASE):
+            method = getattr(_PipelineStageBase, chunks.RELEASE)
+            setattr(_PipelineStageBase, chunks.RELEASE, replay.in_place_of_release(method))
+            stack.callback(setattr, _PipelineStageBase, chunks.RELEASE, method)
         stack.callback(setattr, PartialGradients, "sum", PartialGradients.sum)
         PartialGradients.sum = replay.in_place_of_sum(PartialGradients.sum)  # type: ignore[method-assign, assignment]
         yield replay
@@ -116,29 +123,45 @@ class Replay:
     _places: dict[_Key, _Place] = attrs.field(factory=dict)
     _before: dict[int, str] = attrs.field(factory=dict)
     """The latest action of each stage."""
+    _between: dict[tuple[int, int], list[Storage]] = attrs.field(factory=dict)
+    """What a stage has received and given in the forward of a microbatch, until its backward."""
     _repeated: set[tuple[int, str, str]] = attrs.field(factory=set)
     """Stages and actions that have been repeated, with the action before."""
 
     def in_place_of(self, method: Callable[..., Any], name: str) -> Callable[..., Any]:
         """A method of a stage, which takes the number of a microbatch, or is called once."""
 
-        def run(stage: Any, given: int, *args: Any, **options: Any) -> Any:
+        def run(stage: Any, *args: Any, **options: Any) -> Any:
             if not options.get("full_backward", True):
                 raise NotRepeatedError("a backward is split")
-            key = stage.stage_index // stage.group_size, name, 0 if name == _REDUCE else given
+            key = stage.stage_index // stage.group_size, name, 0 if name in chunks.REDUCTIONS else args[0]
             after = self._before.get(key[0], "")
             self._before[key[0]] = name
             if name == _FORWARD and self._is_new(stage, key, after):
-                self._further.add((key[0], given))
+                self._further.add((key[0], key[2]))
             if key[2] in self.simulated or (key[0], key[2]) in self._further:
-                return self._note(stage, key, after, partial(method, stage, given, *args, **options))
+                return self._note(stage, key, after, options.get("loss"), partial(method, stage, *args, **options))
             trace = self._trace(key, after)
-            self.ledger.log.extend(self._notes(stage, key, trace))
-            if name == _FORWARD:
-                return self._forward(stage, key)
+            notes = self._notes(stage, key, trace)
             if name == _BACKWARD:
-                self._backward(stage, key, trace)
-            return None
+                notes = _without(notes, self._backward(stage, key, trace, options.get("loss")))
+            self.ledger.log.extend(notes)
+            return self._forward(stage, key) if name == _FORWARD else None
+
+        return run
+
+    def in_place_of_release(self, method: Callable[[Any, int], None]) -> Callable[[Any, int], None]:
+        """A method of a stage, which drops what has been sent."""
+
+        def run(stage: Any, microbatch: int) -> None:
+            key = stage.stage_index // stage.group_size, _FORWARD, microbatch
+            trace = self._like(key)
+            if microbatch in self.simulated or key[::2] in self._further:
+                method(stage, microbatch)
+                trace.held = [one is not None and one.entry.freed is None for one in trace.left]
+            else:
+                chunks.hold(stage, microbatch, trace.held)
+                method(stage, microbatch)
 
         return run
 
@@ -183,46 +206,39 @@ class Replay:
         }
         return Traces(by_action, fake)
 
-    def _note(self, stage: Any, key: _Key, after: str, run: Callable[[], Any]) -> Any:
+    def _note(self, stage: Any, key: _Key, after: str, loss: torch.Tensor | None, run: Callable[[], Any]) -> Any:
         _, name, microbatch = key
         start = len(self.ledger.log)
         received = {work: number for number, work in enumerate(self._unread(stage, name, microbatch))}
+        storages = self._storages(stage, key)
         result = run()
         place = self._places[key] = _Place(start, len(self.ledger.log), received)
         trace = self.traces[key] = _Trace(after=after)
-        if name == _REDUCE:
+        if name in chunks.REDUCTIONS:
             return result
         trace.notes = _numbered(self.ledger.log, place)
         if name == _FORWARD:
-            trace.left = [self.ledger.stand_in(one) for one in stage.fwd_cache[microbatch][0]]
+            left = [self.ledger.stand_in(one) for one in chunks.outputs(stage, microbatch)]
+            trace.left = left
+            self._between[key[::2]] = [*storages, *(one.entry for one in left)]
         else:
             given = stage.bwd_cache[microbatch]
             trace.left = [None if one is None else self.ledger.stand_in(one) for one in given]
-            trace.keeps = [one is not None and one.is_live for one in self.traces[key[0], _FORWARD, microbatch].left]
+            freed = [-1 if one.freed is None else one.freed - start for one in storages]
+            trace.freed = [place if place >= 0 else None for place in freed]
+            trace.loss_holds = loss is not None and loss.grad_fn is not None
         if microbatch >= _FIRST and not self._is_as_before(key, trace):
             raise NotRepeatedError("microbatches do not do the same")
         return result
 
     def _is_as_before(self, key: _Key, trace: _Trace) -> bool:
         """Return whether it has done what this action did with the microbatch that others repeat. Some schedules hold
-        on to what the last forward has given, which then is not freed by its backward."""
+        on to what the last forward has given or received, which then is not freed by its backward."""
         like = self.traces[*key[:2], _FIRST - 1]
-        given = self.traces[key[0], _FORWARD, key[2]].left
-        kept = [
-            Change(one.category, one.size, one.category, 0)
-            for one, now, before in zip(given, trace.keeps, like.keeps, strict=False)
-            if one is not None and now and not before
-        ]
-        notes = iter(trace.notes)
-        latest = next(notes, None)
-        for one in like.notes:
-            if one == latest:
-                latest = next(notes, None)
-            elif one in kept:
-                kept.remove(one)
-            else:
-                return False
-        return latest is None and not kept
+        both = [*zip(trace.freed, like.freed, strict=True)]
+        if any(now is not None and before is None for now, before in both) or trace.loss_holds is not like.loss_holds:
+            return False
+        return [*trace.notes] == _without(like.notes, {before for now, before in both if now is None})
 
     def _trace(self, key: _Key, after: str) -> _Trace:
         """
@@ -232,7 +248,7 @@ class Replay:
         trace = self.traces.get(key) or self.traces.get((*key[:2], _FIRST - 1))
         if trace is None:
             raise NotRepeatedError("microbatches do not come in order")
-        if key[1] != _REDUCE and key[2] >= _FIRST - 1:
+        if key[1] not in chunks.REDUCTIONS and key[2] >= _FIRST - 1:
             self._repeated.add((key[0], key[1], after))
         elif trace.after != after:
             raise NotRepeatedError("the order of forwards and backwards is another one")
@@ -247,36 +263,53 @@ class Replay:
 
     def _unread(self, stage: Any, name: str, microbatch: int) -> list[Work]:
         """Reads of what is received for a microbatch, in the order in which the stage keeps it."""
-        if self.ledger.recorder is None or name == _REDUCE:
+        if self.ledger.recorder is None:
             return []
-        kept = getattr(stage, _RECEIVED[name]).get(microbatch, ())
-        buffers = [getattr(one, "buffer", None) for one in kept]
-        return self.ledger.recorder.unread(one for one in buffers if isinstance(one, torch.Tensor))
+        return self.ledger.recorder.unread(_buffers(stage, name, microbatch))
+
+    def _storages(self, stage: Any, key: _Key) -> list[Storage]:
+        """What a schedule may hold on to of an action and, if that is a backward, of its forward."""
+        received = self.ledger.storages(_buffers(stage, *key[1:]))
+        return [*self._between.pop(key[::2], ()), *received] if key[1] == _BACKWARD else received
 
     def _forward(self, stage: Any, key: _Key) -> Any:
-        """What is given to the next stage is freed by the backward of the microbatch, whose notes say so, or later."""
-        left = self._left(key)
-        outputs = tuple(self.ledger.unseen(one) for one in left if one is not None)
-        stage.fwd_cache[key[2]] = outputs, []
+        received = self._storages(stage, key)
+        outputs = tuple(self.ledger.again(one) for one in self._like(key).left if one is not None)
+        self._between[key[::2]] = [*received, *self.ledger.storages(outputs)]
+        chunks.keep(stage, key[2], outputs, _received(stage, *key[1:]))
         return outputs if len(outputs) > 1 else outputs[0]
 
-    def _left(self, key: _Key) -> Sequence[StandIn | None]:
-        return (self.traces.get(key) or self.traces[*key[:2], _FIRST - 1]).left
+    def _like(self, key: _Key) -> _Trace:
+        return self.traces.get(key) or self.traces[*key[:2], _FIRST - 1]
 
-    def _backward(self, stage: Any, key: _Key, trace: _Trace) -> None:
-        given = [one for one in self._left((key[0], _FORWARD, key[2])) if one is not None]
-        made = [weakref.ref(one.untyped_storage()) for one in stage.fwd_cache.pop(key[2])[0]]
-        for storage, one, keeps in zip((one() for one in made), given, trace.keeps, strict=True):
-            if (storage is not None) is not keeps:  # by the schedule
-                raise NotRepeatedError("what is sent is not freed as it was")
-            if storage is not None:
-                self.ledger.adopt_storage(storage, one.category)
-        stage.bwd_cache[key[2]] = tuple(None if one is None else self._adopted(one) for one in trace.left)
+    def _backward(self, stage: Any, key: _Key, trace: _Trace, loss: Any) -> set[int | None]:
+        """Return the places of notes that something is freed which has been before, or which the schedule holds."""
+        storages = self._storages(stage, key)
+        live = [one.freed is None for one in storages]
+        with self.ledger.unnoted(storages):
+            chunks.drop(stage, key[2], _received(stage, *key[1:]), loss if trace.loss_holds else None)
+        others = set()
+        for one, was_live, place in zip(storages, live, trace.freed, strict=True):
+            if not was_live or one.freed is None:
+                others.add(place)
+            elif place is None and one.size > 0:
+                raise NotRepeatedError("what is sent or received is not freed as it was")
+        stage.bwd_cache[key[2]] = tuple(None if one is None else self.ledger.again(one) for one in trace.left)
+        return others
 
-    def _adopted(self, one: StandIn) -> torch.Tensor:
-        made = self.ledger.unseen(one)
-        self.ledger.adopt(made, one.category)
-        return made
+
+def _received(stage: Any, name: str, microbatch: int) -> Sequence[Any]:
+    """Where a stage keeps what it receives for an action."""
+    return getattr(stage, _RECEIVED[name]).get(microbatch, ()) if name in _RECEIVED else ()
+
+
+def _buffers(stage: Any, name: str, microbatch: int) -> list[torch.Tensor]:
+    buffers = [getattr(one, "buffer", None) for one in _received(stage, name, microbatch)]
+    return [one for one in buffers if isinstance(one, torch.Tensor)]
+
+
+def _without(notes: Sequence[Any], places: Collection[int | None]) -> list[Any]:
+    return [one for place, one in enumerate(notes) if place not in places]
 
 
 def _numbered(log: Sequence[Any], place: _Place) -> list[Any]:

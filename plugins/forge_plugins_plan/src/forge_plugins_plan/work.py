@@ -168,9 +168,9 @@ _FREE = (
     *("detach", "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "alias"),
     *("promote_types", "lift_fresh", "_local_scalar_dense", "is_same_size", "sym_size", "set_"),
 )
-_OVERWRITING = ("copy_", "fill_", "zero_", "normal_", "uniform_", "_foreach_copy_", "all_gather_copy_in", "chunk_cat")
+_BEFORE_COLLECTIVES = ("all_gather_copy_in", "chunk_cat", "chunk_cat_mixed_dtype")  # torch 2.15 has the last
+_OVERWRITING = ("copy_", "fill_", "zero_", "normal_", "uniform_", "_foreach_copy_", *_BEFORE_COLLECTIVES)
 """Of what they write they read nothing."""
-_BEFORE_COLLECTIVES = ("all_gather_copy_in", "chunk_cat")
 _BESIDE_COLLECTIVES = ("div_", "mul_", "_to_copy", "copy_", "_foreach_copy_")
 """What FSDP does between its copy and the collective, or between two of them."""
 _KINDS = {

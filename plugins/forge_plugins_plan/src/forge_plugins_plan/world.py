@@ -17,12 +17,14 @@ from torch.distributed._mesh_layout import _MeshLayout
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param
 from torch.distributed.pipelining.schedules import _PipelineSchedule
+from torch.distributed.pipelining.stage import _PipelineStageBase
 from torch.distributed.tensor import DTensor, _sharding_prop
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from forge_core.ops.auxiliary_loss import LEDGER
+from forge_plugins_plan.chunks import releasable
 
 
 @contextmanager
@@ -70,7 +72,7 @@ def _replaced(owner: Any, name: str, other: Callable[[Any], Any]) -> Iterator[No
 def _own_group_only(_: Any) -> Any:
     """Of the groups along an axis of a mesh, make the one that this rank is in. torch makes all, on each rank."""
 
-    def make(axis: Any, rank_map: torch.Tensor, dim_name: str, __: Any) -> str:
+    def make(axis: Any, rank_map: torch.Tensor, dim_name: str, *_: Any) -> str:
         if axis.numel() == dist.get_world_size():
             return str(dist.group.WORLD.group_name)  # type: ignore[union-attr]  # it has been made
         layout = axis.nest() if hasattr(axis, "nest") else _MeshLayout([axis])  # torch 2.11 has the first
@@ -191,7 +193,8 @@ _OTHERWISE: Sequence[tuple[Any, str, Callable[[Any], Any]]] = (
     (_fsdp_collectives, "torch", lambda _: _UncutTorch()),
     (_sharding_prop, "_propagate_use_strided_shard_flag", _asked_once),
     (_PipelineSchedule, "_warmup_p2p", _without_vote),
+    (_PipelineStageBase, "_output_slot_is_releasable", releasable),
     (FakeTensorMode, "__torch_dispatch__", _undecorated),
     (torch, "empty_like", _by_part),
 )
-"""What of torch is done otherwise: all of it private, none of it seen in the figures."""
+"""What of torch is done otherwise: all of it private, so that the figures are those of a real run."""
