@@ -316,7 +316,7 @@ def test_a_torch_without_ring_attention_is_refused_before_training(monkeypatch):
     context = PassContext(build_mesh(job, CPU), job, CPU)
 
     try:
-        with pytest.raises(ConfigError, match=r'method = "ring" is made of what torch 2\.11 to 2\.13 have'):
+        with pytest.raises(ConfigError, match=r'method = "ring" is made of what torch 2\.11 to 2\.15 have'):
             ContextParallel(ContextParallelConfig(method="ring")).apply(CausalModel(), context)
     finally:
         dist.destroy_process_group()
