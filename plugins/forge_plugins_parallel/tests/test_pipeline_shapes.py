@@ -94,18 +94,33 @@ class EverySchedule:
         parts, _ = pipeline.split(build_on_meta(lambda: SmallModel(n_layers=4)), context)
         for part in parts:
             materialise(part, CPU, seed=0)
-        return run(pipeline.executor(parts, cross_entropy, context), parts)
+        executor = pipeline.executor(parts, cross_entropy, context)
+        losses, take_loss = [], executor._take_loss
+        executor._take_loss = lambda *given: losses.append(take_loss(*given)) or losses[-1]
+        return run(executor, parts), [one.grad_fn is not None for one in losses]
 
 
 @pytest.fixture(scope="module")
-def seen_by_ranks():
+def ranks():
     return on_ranks(EverySchedule, "rank", 2)
+
+
+@pytest.fixture(scope="module")
+def seen_by_ranks(ranks):
+    return [{case: seen for case, (seen, _) in rank.items()} for rank in ranks]
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("level", [dist.DebugLevel.OFF, dist.DebugLevel.DETAIL], ids=["plain", "debug"])
 def test_microbatches_of_any_shapes_have_the_loss_and_gradients_of_one_process(seen_by_ranks, schedule, level):
     assert_same([seen[schedule, level] for seen in seen_by_ranks], one_process(SmallModel))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_loss_that_a_schedule_keeps_holds_no_graph(ranks, schedule):
+    (of_losses,) = [graphs for rank in ranks if (graphs := rank[schedule, dist.DebugLevel.OFF][1])]
+
+    assert of_losses == [False] * sum(map(len, STEPS))
 
 
 class Core(nn.Module):

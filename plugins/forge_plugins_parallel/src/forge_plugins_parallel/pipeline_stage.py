@@ -63,6 +63,8 @@ class Stage(PipelineStage):
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **options: Any) -> None:
         """With zeros where there is no gradient: torch would send some of the shape of the first microbatch."""
         super().backward_one_chunk(bwd_chunk_id, *args, **options)
+        if self.is_last:  # the schedule keeps it to the end of the step, and it would keep what its stage has received
+            options["loss"].detach_()
         if not self.is_first:
             forms = list(self.forms[bwd_chunk_id].values())
             self.bwd_cache[bwd_chunk_id] = tuple(

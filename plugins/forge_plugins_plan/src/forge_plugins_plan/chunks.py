@@ -45,19 +45,13 @@ def hold(stage: Any, microbatch: int, held: Iterable[bool]) -> None:
         state.input_values += [one for one, lasts in zip(state.live_outputs, held, strict=True) if lasts]
 
 
-def drop(stage: Any, microbatch: int, received: Iterable[Any], loss: Any) -> None:
-    """Drop what a backward drops that has been given what is ``received``.
-
-    Args:
-        loss: if it is given, its graph holds what forward had been given.
-    """
-    if not _RELEASES:
+def drop(stage: Any, microbatch: int, received: Iterable[Any]) -> None:
+    """Drop what a backward drops that has been given what is ``received``."""
+    if _RELEASES:
+        _taken(received)
+        del stage._forward_chunk_states[microbatch]
+    else:
         del stage.fwd_cache[microbatch]
-        return
-    _taken(received)
-    state = stage._forward_chunk_states.pop(microbatch)
-    if loss is not None:
-        loss.inputs = state.input_values
 
 
 def releasable(method: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:

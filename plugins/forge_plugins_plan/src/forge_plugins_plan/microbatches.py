@@ -50,8 +50,6 @@ class _Trace:
     """Of a forward: which of them are still there after the stage has dropped them, as they had been sent."""
     freed: Sequence[int | None] = ()
     """Of a backward: which of the notes say that what the schedule may hold is freed, if it does not hold it."""
-    loss_holds: bool = False
-    """Of a backward: whether the graph of the loss is there after it, which holds what forward received."""
 
 
 @attrs.frozen
@@ -140,11 +138,11 @@ class Replay:
             if name == _FORWARD and self._is_new(stage, key, after):
                 self._further.add((key[0], key[2]))
             if key[2] in self.simulated or (key[0], key[2]) in self._further:
-                return self._note(stage, key, after, options.get("loss"), partial(method, stage, *args, **options))
+                return self._note(stage, key, after, partial(method, stage, *args, **options))
             trace = self._trace(key, after)
             notes = self._notes(stage, key, trace)
             if name == _BACKWARD:
-                notes = _without(notes, self._backward(stage, key, trace, options.get("loss")))
+                notes = _without(notes, self._backward(stage, key, trace))
             self.ledger.log.extend(notes)
             return self._forward(stage, key) if name == _FORWARD else None
 
@@ -206,7 +204,7 @@ class Replay:
         }
         return Traces(by_action, fake)
 
-    def _note(self, stage: Any, key: _Key, after: str, loss: torch.Tensor | None, run: Callable[[], Any]) -> Any:
+    def _note(self, stage: Any, key: _Key, after: str, run: Callable[[], Any]) -> Any:
         _, name, microbatch = key
         start = len(self.ledger.log)
         received = {work: number for number, work in enumerate(self._unread(stage, name, microbatch))}
@@ -226,7 +224,6 @@ class Replay:
             trace.left = [None if one is None else self.ledger.stand_in(one) for one in given]
             freed = [-1 if one.freed is None else one.freed - start for one in storages]
             trace.freed = [place if place >= 0 else None for place in freed]
-            trace.loss_holds = loss is not None and loss.grad_fn is not None
         if microbatch >= _FIRST and not self._is_as_before(key, trace):
             raise NotRepeatedError("microbatches do not do the same")
         return result
@@ -236,7 +233,7 @@ class Replay:
         on to what the last forward has given or received, which then is not freed by its backward."""
         like = self.traces[*key[:2], _FIRST - 1]
         both = [*zip(trace.freed, like.freed, strict=True)]
-        if any(now is not None and before is None for now, before in both) or trace.loss_holds is not like.loss_holds:
+        if any(now is not None and before is None for now, before in both):
             return False
         return [*trace.notes] == _without(like.notes, {before for now, before in both if now is None})
 
@@ -282,12 +279,12 @@ class Replay:
     def _like(self, key: _Key) -> _Trace:
         return self.traces.get(key) or self.traces[*key[:2], _FIRST - 1]
 
-    def _backward(self, stage: Any, key: _Key, trace: _Trace, loss: Any) -> set[int | None]:
+    def _backward(self, stage: Any, key: _Key, trace: _Trace) -> set[int | None]:
         """Return the places of notes that something is freed which has been before, or which the schedule holds."""
         storages = self._storages(stage, key)
         live = [one.freed is None for one in storages]
         with self.ledger.unnoted(storages):
-            chunks.drop(stage, key[2], _received(stage, *key[1:]), loss if trace.loss_holds else None)
+            chunks.drop(stage, key[2], _received(stage, *key[1:]))
         others = set()
         for one, was_live, place in zip(storages, live, trace.freed, strict=True):
             if not was_live or one.freed is None:
