@@ -157,7 +157,8 @@ def _added_at_the_peak(step: Callable[[], None]) -> int:
 
 def projections(setting: Setting) -> Figures:
     """Products of one input with the matrices that a decoder keeps apart, over those with one fused matrix, forward and
-    backward, written out and compiled: the most that fusing them could win."""
+    backward, written out and compiled: the most that fusing them could win. ``joined`` copies the matrices into one in
+    each forward, which names, shards and optimizers would not notice."""
     tokens, parts = (64, 32) if setting.tiny else (16384, 1)
     hidden = torch.randn(tokens, 4096 // parts, device=setting.device, dtype=torch.bfloat16, requires_grad=True)
     figures = {}
@@ -166,22 +167,33 @@ def projections(setting: Setting) -> Figures:
         whole.requires_grad_()
         apart = [one.detach().clone().requires_grad_() for one in whole.split([count // parts for count in rows])]
         gradient = torch.randn(tokens, len(whole), device=setting.device, dtype=torch.bfloat16)
-        for way, both_ways in (("written_out", _products), ("compiled", torch.compile(_products, dynamic=False))):
-            fused, separate = (
-                seconds_of(functools.partial(_with_gradients, both_ways, hidden, weights, gradient), setting)
-                for weights in ([whole], apart)
-            )
-            figures[f"{name}_{way}_ms"] = round(separate * 1e3, 2)
-            figures[f"{name}_{way}_to_fused"] = round(separate / fused, 3)
+        ways = {"apart": (_products, apart), "joined": (_joined_products, apart), "fused": (_products, [whole])}
+        for form, compiled in (("written_out", lambda products: products), ("compiled", _compiled)):
+            seconds = {
+                way: seconds_of(
+                    functools.partial(_with_gradients, compiled(products), hidden, weights, gradient), setting
+                )
+                for way, (products, weights) in ways.items()
+            }
+            figures[f"{name}_{form}_ms"] = round(seconds["apart"] * 1e3, 2)
+            for way in ("apart", "joined"):
+                figures[f"{name}_{form}_{way}_to_fused"] = round(seconds[way] / seconds["fused"], 3)
     return figures
 
 
-def _products(hidden: torch.Tensor, weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+_compiled = functools.partial(torch.compile, dynamic=False)
+
+
+def _products(hidden: torch.Tensor, weights: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     return [F.linear(hidden, weight) for weight in weights]
 
 
+def _joined_products(hidden: torch.Tensor, weights: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    return F.linear(hidden, torch.cat([*weights])).split([len(weight) for weight in weights], dim=-1)
+
+
 def _with_gradients(
-    products: Callable[[torch.Tensor, Sequence[torch.Tensor]], list[torch.Tensor]],
+    products: Callable[[torch.Tensor, Sequence[torch.Tensor]], Sequence[torch.Tensor]],
     hidden: torch.Tensor,
     weights: Sequence[torch.Tensor],
     gradient: torch.Tensor,
