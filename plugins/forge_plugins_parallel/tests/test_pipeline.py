@@ -10,7 +10,7 @@ from forge_core.contracts.model import canonical_name
 from forge_core.contracts.parallel_pass import PassContext
 from forge_core.errors import ConfigError
 from forge_plugins_parallel.config import PipelineConfig
-from forge_plugins_parallel.pipeline import Pipeline, stages_of_rank
+from forge_plugins_parallel.pipeline import Pipeline, explained, stages_of_rank
 from forge_plugins_parallel.pipeline_cut import cut_blocks
 from forge_testing.module_state import build_on_meta
 from forge_testing.small_model import SmallModel, small_job
@@ -192,3 +192,15 @@ def test_what_a_schedule_cannot_run_is_refused(keys, sentence):
 def test_stages_that_a_schedule_does_not_have_are_refused(keys, sentence):
     with pytest.raises(ValueError, match=sentence):
         PipelineConfig(**keys)
+
+
+def test_a_torch_that_cannot_split_a_backward_of_a_models_own_is_named():
+    of_torch = RuntimeError("Attribute '_input_metadata' is invalid for this instance of _C._FunctionBase.")
+
+    reason = explained(of_torch)
+
+    assert isinstance(reason, ConfigError)
+    assert str(reason).startswith(
+        f"parallel.passes.pipeline.schedule: torch {torch.__version__} cannot compute gradients"
+    )
+    assert explained(RuntimeError("something else")) is None

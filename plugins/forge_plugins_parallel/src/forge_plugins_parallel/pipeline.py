@@ -178,9 +178,9 @@ class PipelineExecutor:
         try:
             # a target for each microbatch is what makes the schedule ask for its loss; stages have the batches
             self._schedule.step(target=torch.empty(len(microbatches)), return_outputs=False)
-        except RuntimeError as error:  # torch wraps what a stage raises
-            if isinstance(error.__cause__, ForgeError):
-                raise error.__cause__ from None
+        except RuntimeError as error:
+            if (reason := explained(error)) is not None:
+                raise reason from None
             raise
         finally:
             for stage in self._stages:
@@ -279,3 +279,15 @@ class PipelineExecutor:
         assert self._scale is not None, "set at the start of each step"
         self._sums.append(total.detach())
         return total * self._scale
+
+
+def explained(error: RuntimeError) -> ForgeError | None:
+    """Return what a stage has raised, which torch wraps, or a sentence where torch is too old; else nothing."""
+    if isinstance(error.__cause__, ForgeError):
+        return error.__cause__
+    if "_input_metadata" in str(error):
+        return ConfigError(
+            f"parallel.passes.pipeline.schedule: torch {torch.__version__} cannot compute gradients of weights by "
+            "themselves in a model with backward functions of its own; torch 2.13 can, or take 1F1B or Interleaved1F1B"
+        )
+    return None
