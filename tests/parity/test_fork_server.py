@@ -134,6 +134,7 @@ def test_sets_have_other_orders_on_the_next_rank():
         ([], {"OMP_NUM_THREADS": "2"}, False),
         ([], {"MALLOC_ARENA_MAX": "1"}, False),
         ([], {"TORCH_LOGS": "dynamo"}, False),
+        ([], {"TRITON_INTERPRET": "1"}, False),
         ([], {"LD_PRELOAD": ""}, False),
     ],
 )

@@ -14,7 +14,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from forge_core.distributed.mesh import join_process_group
 from forge_core.ops.local_tensor import local_tensor
-from forge_plugins_parallel.split_backward import split_backward
+from forge_plugins_parallel.split_backward import nothing_like, split_backward
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"),
@@ -257,6 +257,16 @@ def test_inputs_that_are_distributed_tensors_have_parts_of_their_own(mesh):
 
         torch.testing.assert_close(local_tensor(of_x), given.grad)
         torch.testing.assert_close([local_tensor(one) for one in gradients(model)], gradients(plain))
+
+
+def test_what_stands_in_for_a_gradient_has_its_shape_and_no_memory():
+    gradient = torch.ones(300, 400, dtype=torch.bfloat16)
+
+    made = nothing_like(gradient)
+
+    assert (made.shape, made.dtype) == (gradient.shape, gradient.dtype)
+    assert made.untyped_storage().nbytes() == gradient.itemsize
+    assert nothing_like(7) == 7
 
 
 def test_the_second_part_knows_sizes_that_only_the_first_one_reads():

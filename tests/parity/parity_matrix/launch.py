@@ -109,12 +109,6 @@ class Launcher:
         self._require(name)
         return [json.loads(line) for line in (self.run_dir(name) / "metrics.jsonl").read_text().splitlines()]
 
-    def _require(self, name: str) -> None:
-        failure = self.failures.get(name)
-        if failure is not None and torch.__version__ < "2.13" and "; torch 2.13 can" in failure:
-            pytest.skip(f"torch {torch.__version__} is refused for {name}")
-        assert failure is None, failure
-
     def seen(self, name: str) -> list[Seen]:
         """What its ranks recorded, in their order."""
         self._require(name)
@@ -129,6 +123,12 @@ class Launcher:
         tensors = {key: torch.empty(entry.size, dtype=entry.properties.dtype) for key, entry in entries.items()}
         checkpoint.load(tensors)
         return tensors
+
+    def _require(self, name: str) -> None:
+        failure = self.failures.get(name)
+        if failure is not None and torch.__version__ < "2.13" and "; torch 2.13 can" in failure:
+            pytest.skip(f"torch {torch.__version__} is refused for {name}")
+        assert failure is None, failure
 
     def run_dir(self, name: str) -> Path:
         return self._folder / "runs" / name

@@ -93,7 +93,7 @@ class _TwoParts:
         kept = [node for node in graph.graph.nodes if node in needed and node in first - second - {*given}]
         self._parameters = set(parameters)
         self._n_outputs = len(outputs)
-        self._no_parameters = {i: _nothing_like(outputs[i].meta["val"]) for i in self._parts if i in self._parameters}
+        self._no_parameters = {i: nothing_like(outputs[i].meta["val"]) for i in self._parts if i in self._parameters}
         self._by_input = list(_gradients_by_input(graph).values())
         # where sizes vary, any tensor may be the only one to tell the size of another
         vary = any(free_symbols(one) for one in inputs if isinstance(one, torch.Tensor | torch.SymInt))
@@ -116,7 +116,7 @@ class _TwoParts:
         if kept is None or asked - self._parameters:
             results = self._first(given)
             gradients, kept = list(results[: self._n_outputs]), results[self._n_outputs :]
-            nothing = {i: _nothing_like(gradients[i]) for i in self._parts if gradients[i] is not None}
+            nothing = {i: nothing_like(gradients[i]) for i in self._parts if gradients[i] is not None}
         given.clear()
         if asked & self._parameters:
             of_parameters = self._second([*read_again, *kept])
@@ -131,7 +131,7 @@ class _TwoParts:
         return gradients
 
 
-def _nothing_like(gradient: Any) -> Any:
+def nothing_like(gradient: Any) -> Any:
     """A tensor of its shape, which autograd checks, that takes no memory; a size is itself."""
     if not isinstance(gradient, torch.Tensor):
         return gradient
