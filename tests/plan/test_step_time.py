@@ -6,12 +6,16 @@ from collections import Counter
 
 import attrs
 import pytest
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from forge_core.job import load_job
 from forge_core.registry.discovery import discover
 from forge_plugins_plan.clock import FUSION, StuckError, step_time
 from forge_plugins_plan.gpus import gpu_named
 from forge_plugins_plan.machine import Links, link_seconds, published
+from forge_plugins_plan.memory import MemoryLedger
 from forge_plugins_plan.simulation import simulate
 from forge_plugins_plan.timeline import Repeat
 from forge_plugins_plan.work import (
@@ -25,8 +29,10 @@ from forge_plugins_plan.work import (
     REDUCE_SCATTER,
     SEND,
     Microbatch,
+    Recorder,
     Work,
 )
+from forge_plugins_plan.world import rank_of
 
 JOB = """
 [model]
@@ -268,6 +274,26 @@ def send(to):
 
 def receive(of, number):
     return Work(RECEIVE, "activations", size=0, ranks=2, ranks_of_node=2, peer=of, number=number)
+
+
+def test_what_is_received_is_waited_for_where_it_is_read():
+    """Not by what has its memory after it, if it is freed before it is read."""
+    with rank_of(2, 0, 8), FakeTensorMode(), MemoryLedger(Recorder(8)) as ledger:
+        kept, dropped = torch.empty(4), torch.empty(4)
+        dist.recv(kept, src=1)
+        dist.recv(dropped, src=1)
+        del dropped
+        for _ in range(100):
+            torch.empty(4).add_(1)
+        assert RECEIVE not in kinds(ledger.log)
+        kept.add_(1)
+
+    assert kinds(ledger.log)[-2:] == [RECEIVE, MEMORY]
+    assert kinds(ledger.log).count(RECEIVE) == 1
+
+
+def kinds(log):
+    return [one.kind for one in log if isinstance(one, Work)]
 
 
 def test_stages_wait_for_each_other_as_long_as_the_schedule_has_them_wait():

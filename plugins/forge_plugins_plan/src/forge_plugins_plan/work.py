@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -64,8 +65,9 @@ class Recorder:
         self._of_fsdp = False
         """Whether the next collective is one of FSDP's, which copies into a buffer before it."""
         self._received: Counter[int] = Counter()
-        self._unread: dict[int, Work] = {}
-        """What has been asked of other ranks, by the storage into which it comes."""
+        self._unread: WeakKeyDictionary[torch.UntypedStorage, Work] = WeakKeyDictionary()
+        """What has been asked of other ranks, by the storage into which it comes. Some of it is never read: of a first
+        exchange, by which torch's schedules make their connections."""
 
     def works(self, func: Any, args: Any, kwargs: Mapping[str, Any], result: Any, during: str) -> Iterator[Work]:
         """What ``func`` is to be charged with; nothing for a view, or what only asks. What it reads and another rank
@@ -76,17 +78,17 @@ class Recorder:
         if one.kind == RECEIVE:
             numbered = one._replace(number=self._received[one.peer])
             self._received[one.peer] += 1
-            self._unread.update((tensor.untyped_storage()._cdata, numbered) for tensor in args[0])
+            self._unread.update((tensor.untyped_storage(), numbered) for tensor in args[0])
             return
         if self._unread and one.kind != SEND:
             for tensor in tree_iter((args, kwargs)):
-                if isinstance(tensor, torch.Tensor) and (key := tensor.untyped_storage()._cdata) in self._unread:
+                if isinstance(tensor, torch.Tensor) and (key := tensor.untyped_storage()) in self._unread:
                     yield self._unread.pop(key)
         yield one
 
     def unread(self, tensors: Iterable[torch.Tensor]) -> list[Work]:
         """What has been asked of other ranks and not been read yet, of what comes into these tensors."""
-        return [work for one in tensors if (work := self._unread.get(one.untyped_storage()._cdata)) is not None]
+        return [work for one in tensors if (work := self._unread.get(one.untyped_storage())) is not None]
 
     def read(self, works: Iterable[Work]) -> None:
         """Note that these of what was ``unread`` have been read."""
