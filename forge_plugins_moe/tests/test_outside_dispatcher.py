@@ -65,7 +65,7 @@ def test_a_run_uses_it_by_name_and_is_the_same(installed, tmp_path):
         timeout=900,
     )
 
-    assert not launcher.failures, launcher.failures
+    assert not launcher.failures, "\n".join(launcher.failures.values())
     for ours, theirs in zip(launcher.metrics("ours"), launcher.metrics("theirs"), strict=True):
         for key in {"loss", "grad_norm", "eval/loss"} & ours.keys():
             assert ours[key] == pytest.approx(theirs[key], rel=1e-5)

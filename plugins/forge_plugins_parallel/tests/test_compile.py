@@ -159,6 +159,7 @@ def test_an_old_torch_is_refused_where_it_cannot_compile_a_job(context, monkeypa
     passes = {other["name"]: builder().resolve("parallel_pass", other)}
     job = attrs.evolve(context.job, parallel=ParallelSection(**degrees, passes=passes))
     asked = PassContext(context.mesh, job, CPU)
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.13.0+cu130"))
     passed_through(asked, COMPILE)
 
     monkeypatch.setattr(torch, "__version__", TorchVersion("2.11.0+cu130"))

@@ -21,6 +21,7 @@ pytestmark = [
     # dynamo looks at the gradients of what it traces
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
     pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning"),  # torch 2.11 uses it where it tunes
 ]
 INNER = "torch._inductor.compile_fx.compile_fx_inner"
 ROWS, WIDTH, HIDDEN = 6, 8, 16
@@ -124,6 +125,8 @@ def log(monkeypatch):
 
 
 def compiled(model):
+    if torch.__version__ < "2.13":
+        pytest.skip("torch before 2.13 cannot compute gradients of a compiled block's weights by themselves")
     for block in model:
         block.compile(backend=split_backward, fullgraph=True)
     return model

@@ -282,6 +282,10 @@ def test_a_norm_over_all_heads_reads_and_gives_the_features_of_a_rank(rank_of_tw
     assert ends["blocks.0.attention.q"].inputs == {}
 
 
+@pytest.mark.skipif(
+    torch.__version__ < "2.13",
+    reason="torch before 2.13 cannot compile blocks that are recomputed under tensor parallelism",
+)
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo looks at it
 @pytest.mark.filterwarnings("ignore:.*autograd.function.Function.* should not be instantiated")  # torch.compile does
 @pytest.mark.parametrize(
