@@ -213,7 +213,8 @@ def test_a_folder_without_wheels_or_with_those_of_two_releases_is_told(tmp_path)
 
 def test_continuous_integration_runs_what_the_packages_say_they_run_with():
     text = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
-    suite = yaml.safe_load(text)["jobs"]["suite"]
+    jobs = yaml.safe_load(text)["jobs"]
+    suite, checks = jobs["suite"], jobs["checks"]
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
     said = [line.rpartition(" ")[2] for line in project["classifiers"] if re.search(r"Python :: 3\.\d", line)]
@@ -223,7 +224,10 @@ def test_continuous_integration_runs_what_the_packages_say_they_run_with():
         "torch": [oldest, "newest"],
         "system": ["ubuntu-latest", "macos-latest"],
     }
-    assert suite["steps"][-1] == {"run": ".ci/run"}
+    assert suite["steps"][-1] == {"run": "make test"}
+    assert checks["steps"][-1] == {"run": "make lint types docs"}
+    everything = (ROOT / ".ci" / "run").read_text()
+    assert all(one["steps"][-1]["run"] in everything for one in (suite, checks))
     assert "://" not in text
 
 
