@@ -141,7 +141,7 @@ def _frozen(norm: nn.Module, whole: torch.Tensor) -> _Frozen:
     """
     width = len(whole)
     parameter = next(norm.parameters(), whole)
-    signs = torch.ones(width, dtype=torch.float64)
+    signs = torch.ones(width, dtype=torch.float64, device=whole.device)
     signs[1::2] = -1
 
     def of(vector: torch.Tensor) -> torch.Tensor:
