@@ -49,10 +49,25 @@ class Work:
 class Launcher:
     """A folder with text to train on, and the runs of ``job.toml`` in it."""
 
-    def __init__(self, folder: Path, python: str | Path = sys.executable) -> None:
-        """``python``: the interpreter of the ranks, of another environment maybe."""
+    def __init__(
+        self,
+        folder: Path,
+        python: str | Path = sys.executable,
+        *,
+        settings: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        """
+        Args:
+            folder: empty.
+            python: the interpreter of the ranks, of another environment maybe.
+            settings: overrides of every run.
+            environment: variables of the ranks, beside this process's.
+        """
         self._folder = folder
         self._python = python
+        self._settings = settings
+        self._environment = {**os.environ, **(environment or {})}
         _write_texts(folder)
         _write_chats(folder)
         _write_pictures(folder / "pictures")
@@ -142,7 +157,7 @@ class Launcher:
                 [
                     {
                         **attrs.asdict(work),
-                        "settings": [*work.settings, f"run.name={work.name}"],
+                        "settings": [*work.settings, *self._settings, f"run.name={work.name}"],
                         "port": store.port,
                     }
                     for work, store in zip(works, stores, strict=True)
@@ -181,9 +196,9 @@ class Launcher:
     @contextmanager
     def _processes(self, ranks: int, plan: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
         here = Path(__file__).parent.parent
-        path = [str(self._folder / "site"), str(here), *filter(None, [os.environ.get("PYTHONPATH")])]
+        path = [str(self._folder / "site"), str(here), *filter(None, [self._environment.get("PYTHONPATH")])]
         common = {
-            **os.environ,
+            **self._environment,
             "PYTHONPATH": os.pathsep.join(path),
             "OMP_NUM_THREADS": "1",
             "PYTHONFAULTHANDLER": "1",

@@ -87,9 +87,9 @@ def seen_by(run_dir: Path, rank: int) -> Seen:
 
 
 def whole(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Copies, each gathered on all ranks that share it. Those that are cut over one mesh dimension travel together: one
-    by one, a few hundred took as long as several steps."""
-    copies = {key: _local(tensor.detach()).clone() for key, tensor in tensors.items()}
+    """Copies on the host, each gathered on all ranks that share it. Those that are cut over one mesh dimension travel
+    together: one by one, a few hundred took as long as several steps."""
+    copies = {key: _local(tensor.detach()).cpu().clone() for key, tensor in tensors.items()}
     cuts = {key: _cuts(tensor) for key, tensor in tensors.items() if isinstance(tensor, DTensor)}
     while any(cuts.values()):
         together: dict[str, list[str]] = {}

@@ -48,7 +48,7 @@ class ReplayedChoice(ExpertChoice):
         if self.config.replays:
             return _replayed(scores, valid, sequence, noise, self.config.choices)
         with Path(self.config.choices).open("ab") as file:
-            file.write(torch.cat((noise[:, None], own.long()), dim=1)[valid].numpy().tobytes())
+            file.write(torch.cat((noise[:, None], own.long()), dim=1)[valid].cpu().numpy().tobytes())
         return own
 
 

@@ -1,0 +1,26 @@
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+SITE = Path(__file__).with_name("site")
+
+
+@pytest.fixture(scope="session")
+def stand_in(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, str]:
+    """Variables of a process that has the stand-in for a GPU; see ``device.cpp``."""
+    specification = importlib.util.spec_from_file_location("stand_in_gpu", SITE / "stand_in_gpu.py")
+    assert specification is not None
+    assert specification.loader is not None
+    module = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(module)
+    library = tmp_path_factory.mktemp("stand_in_gpu") / "libstand_in_gpu.so"
+    made = subprocess.run(module.command(library), capture_output=True, text=True, timeout=600)
+    assert made.returncode == 0, made.stderr
+    path = os.pathsep.join([str(SITE), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return {"TORCH_STAND_IN_GPU": str(library), "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}

@@ -1,0 +1,36 @@
+"""Layouts on several GPUs, with collectives on tensors of those, train as one: cells of the matrix on the stand-in."""
+
+import pytest
+
+from parity_matrix.cells import CELLS, TRAININGS
+from parity_matrix.launch import Launcher
+from parity_matrix.matrix import Matrix
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
+
+BY_DAY = ("fsdp2", "tp2", "pp2-zero-bubble-v", "moe-ep2")
+NOT_HERE = ("compile", "cp", "fp8", "ring")
+"""They have kernels that are compiled, on a GPU."""
+
+
+def runs_here(name):
+    cell = CELLS[name]
+    said = " ".join([name, *cell.layout, *TRAININGS[cell.training]])
+    return cell.ranks > 1 and not any(word in said for word in NOT_HERE)
+
+
+BY_NIGHT = [name for name in CELLS if runs_here(name) and name not in BY_DAY]
+
+
+@pytest.fixture(scope="module")
+def matrix(request, stand_in, tmp_path_factory):
+    launcher = Launcher(tmp_path_factory.mktemp("gpus"), settings=["run.device=cuda"], environment=stand_in)
+    made = Matrix(launcher, steps=5)
+    items = request.session.items
+    made.run({item.callspec.params["cell"] for item in items if item.path == request.path})
+    return made
+
+
+@pytest.mark.parametrize("cell", [*BY_DAY, *(pytest.param(name, marks=pytest.mark.nightly) for name in BY_NIGHT)])
+def test_ranks_on_gpus_equal_one_process(matrix, cell):
+    assert matrix.problems(cell) == []

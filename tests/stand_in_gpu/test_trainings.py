@@ -1,0 +1,107 @@
+"""Components train on a GPU as on the CPU, and make the host wait for it in no step that logs nothing: by the stand-in.
+
+What it cannot show: kernels that are compiled (``compile``, FlexAttention, Triton), races between streams, and speed.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+
+import fork_server
+
+HERE = Path(__file__).parent
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+
+
+@attrs.frozen
+class Job:
+    name: str
+    settings: tuple[str, ...] = ()
+    sparse: bool = attrs.field(default=False, kw_only=True)
+    like: str = attrs.field(default="", kw_only=True)
+    """The job whose losses it has on the CPU, where it cannot run itself; empty for itself."""
+    waits: bool = attrs.field(default=False, kw_only=True)
+    """By its nature."""
+
+
+def optimizer(table: str) -> str:
+    return "optimizer={" + table + ", lr = 3e-4}"
+
+
+CHECKPOINTING = "parallel.passes.activation_checkpointing"
+EXPERTS = "model.feed_forward"
+MUON = 'optimizer={name = "grouped", groups = [{roles = ["matrix"], optimizer = {name = "muon", lr = 1e-3}}, '
+MUON += '{roles = ["embedding", "head", "norm", "bias"], optimizer = {name = "adamw", lr = 1e-3}}]}'
+BY_DAY = (
+    Job("plain"),
+    Job("bf16", ("train.precision=bf16",)),
+    Job("sharded", ("parallel.passes.fsdp=true", "train.grad_accumulation=2")),
+    Job("documents", ("data.document_mask=true", "data.end_of_document=0", "model.attention=math")),
+    Job("offloaded-activations", (f"{CHECKPOINTING}.mode=offload",), like="plain"),
+    Job("muon", (MUON,)),
+    Job("split", ("train.precision=bf16_pure", "optimizer.rounding=split")),
+    Job("chunks", ("loss.name=chunked_cross_entropy",)),
+    Job("norms", ('callbacks=[{name = "layer_norms"}, {name = "activation_norms"}, {name = "ema"}]',)),
+    Job("memory", ('callbacks=[{name = "gpu_memory"}, {name = "health"}]',), like="plain"),
+    Job("experts", sparse=True),
+    Job("balanced", (f'{EXPERTS}.router={{name = "sigmoid_topk", top_k = 2}}',), sparse=True),
+)
+BY_NIGHT = (
+    *(Job(name, (optimizer(f'name = "{name}"'),)) for name in ("adafactor", "lion", "schedule_free_adamw", "sgd")),
+    Job("adamw_8bit", (optimizer('name = "adamw_8bit"'),)),
+    Job("stochastic", ("train.precision=bf16_pure", "optimizer.rounding=stochastic")),
+    *(Job(name, (f"loss.name={name}",)) for name in ("label_smoothing", "z_loss")),
+    *(Job(f"recomputed-{mode}", (f"{CHECKPOINTING}.mode={mode}",)) for mode in ("full", "selective")),
+    Job("adapters", ("parallel.passes.lora.rank=4",)),
+    Job("dropout", ("model.residual_dropout=0.1",)),
+    Job("offloaded-weights", ("parallel.passes.fsdp.cpu_offload=true",), like="plain", waits=True),
+    *(
+        Job(name, (f'{EXPERTS}.router={{name = "{name}"}}',), sparse=True)
+        for name in ("expert_choice", "hash", "noisy_topk", "sinkhorn", "uniform")
+    ),
+    Job("shared", (f"{EXPERTS}.shared_experts=1",), sparse=True),
+    Job("capacity", (f"{EXPERTS}.capacity_factor=1.25",), sparse=True),
+    Job("experts-bf16", ("train.precision=bf16",), sparse=True),
+)
+JOBS = {job.name: job for job in (*BY_DAY, *BY_NIGHT)}
+every_job = pytest.mark.parametrize(
+    "job", [*(job.name for job in BY_DAY), *(pytest.param(job.name, marks=pytest.mark.nightly) for job in BY_NIGHT)]
+)
+
+
+@pytest.fixture(scope="session")
+def answers(request, stand_in, tmp_path_factory) -> dict[str, dict[str, Any]]:
+    """What the selected tests ask, by job."""
+    every = {item.callspec.params.get("job") for item in request.session.items if hasattr(item, "callspec")}
+    chosen = [job for job in JOBS.values() if job.name in every or job.name == "plain"]
+    folder = tmp_path_factory.mktemp("trainings")
+    jobs = folder / "jobs.json"
+    jobs.write_text(json.dumps([{**attrs.asdict(job), "like": job.like or job.name} for job in chosen]))
+    benchmarks = HERE.parents[1] / "benchmarks"
+    environment = {**stand_in, "PYTHONPATH": f"{stand_in['PYTHONPATH']}:{benchmarks}"}
+    ended = fork_server.run(
+        [sys.executable, str(HERE / "trainings.py"), str(jobs), str(folder)],
+        env={**fork_server.os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=1700,
+    )
+    lines = [json.loads(line) for line in ended.stdout.splitlines() if line.startswith("{")]
+    assert ended.returncode == 0, f"after {len(lines)} of {len(chosen)}: {ended.stderr[-4000:]}"
+    return {answer["name"]: answer for answer in lines}
+
+
+@every_job
+def test_losses_are_those_on_the_cpu(answers, job):
+    assert answers[job]["gpu"] == pytest.approx(answers[job]["cpu"], rel=1e-4)
+
+
+@every_job
+def test_a_step_that_logs_nothing_never_makes_the_host_wait(answers, job):
+    assert bool(answers[job]["waits"]) == JOBS[job].waits, answers[job]["waits"]
