@@ -22,8 +22,6 @@ import torch
 import torch.distributed as dist
 from step_overhead import Bench
 
-from forge_core.contracts.callback import Callback
-from forge_core.contracts.component_ref import ComponentRef
 from forge_core.distributed.mesh import choose_device, join_process_group
 from forge_core.train.trainer import Trainer
 
@@ -71,7 +69,11 @@ class Seconds:
 
 def measured(bench: Bench, names: Sequence[str]) -> tuple[Seconds, Seconds]:
     """A run without callbacks and one with them."""
-    runs = [bench.trainer(), bench.trainer([(name, make(bench, name)) for name in names])]
+    callbacks = {name: bench.build(bench.build.resolve("callback", {"name": name})) for name in names}
+    runs = [bench.trainer(), bench.trainer([*callbacks.items()])]
+    if "curve_extrapolation" in callbacks:  # it fits nothing before the run is a few hundred steps old
+        for step in range(110, 100_000, 10):
+            callbacks["curve_extrapolation"].step_logged(runs[1].run.context, step, {"loss": 1.7 + 8 * step**-0.35})
     times: tuple[list[Seconds], list[Seconds]] = ([], [])
     for trainer in runs:
         trainer.run.emit("run_start")
@@ -99,15 +101,6 @@ def timed_step(bench: Bench, trainer: Trainer) -> Seconds:
     if bench.device.type == "cuda":
         torch.cuda.synchronize()
     return Seconds(time.perf_counter() - clock, time.process_time() - processor)
-
-
-def make(bench: Bench, name: str) -> Callback:
-    use: ComponentRef = bench.build.resolve("callback", {"name": name})
-    callback: Callback = bench.build(use)
-    if name == "curve_extrapolation":  # it fits nothing before the run is a few hundred steps old
-        for step in range(110, 100_000, 10):
-            callback.step_logged(step, {"loss": 1.7 + 8 * step**-0.35})
-    return callback
 
 
 if __name__ == "__main__":

@@ -23,8 +23,7 @@ SHORTER = {
     "checkpoints.ipynb": {},
     "optimizers.ipynb": {"steps = 120": "steps = 60"},
     "interpretability.ipynb": {
-        "steps = 400": "steps = 160",
-        "seq_len = 128": "seq_len = 64",
+        "steps = 400": "steps = 240",
         "steps = 250": "steps = 20",
         '"--samples", "300"': '"--samples", "60"',
         "range(300)": "range(60)",
