@@ -61,7 +61,7 @@ class Reports:
         Raises:
             PluginError: a name that no stage has reported at the first logged step.
         """
-        values, self._values = self._values, {}
+        values, self._values = {name: value.to(device) for name, value in self._values.items()}, {}
         if mesh.degrees["pp"] == 1:
             return values
         if self._names is None:

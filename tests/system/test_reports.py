@@ -112,6 +112,15 @@ def test_what_follows_from_a_parameter_is_made_whole(tiny, tmp_path, layout):
         assert line["norm/embed"] == pytest.approx(line["weight_norm/embed"], rel=1e-5)
 
 
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_scalar_of_the_host_goes_to_the_device(stages):
+    mesh, reports = Mesh(), Reports()
+    mesh.degrees = {"pp": stages}
+    reports.add({"a": torch.ones(())})
+
+    assert reports.take(mesh, torch.device("meta"))["a"].is_meta
+
+
 def test_with_a_pipeline_a_name_that_comes_later_is_refused():
     reports = Reports()
     reports.add({"a": torch.ones(())})
