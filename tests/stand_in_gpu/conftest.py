@@ -3,10 +3,12 @@ from __future__ import annotations
 import importlib.util
 import os
 import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+import torch
 
 SITE = Path(__file__).with_name("site")
 
@@ -14,6 +16,8 @@ SITE = Path(__file__).with_name("site")
 @pytest.fixture(scope="session")
 def stand_in(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, str]:
     """Variables of a process that has the stand-in for a GPU; see ``device.cpp``."""
+    if sys.platform != "linux" or torch.version.cuda is not None:
+        pytest.skip("the stand-in is for Linux, and for a torch that is built without CUDA")
     specification = importlib.util.spec_from_file_location("stand_in_gpu", SITE / "stand_in_gpu.py")
     assert specification is not None
     assert specification.loader is not None

@@ -6,6 +6,7 @@ What it cannot show: kernels that are compiled (``compile``, FlexAttention, Trit
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -87,7 +88,7 @@ def answers(request, stand_in, tmp_path_factory) -> dict[str, dict[str, Any]]:
     environment = {**stand_in, "PYTHONPATH": f"{stand_in['PYTHONPATH']}:{benchmarks}"}
     ended = fork_server.run(
         [sys.executable, str(HERE / "trainings.py"), str(jobs), str(folder)],
-        env={**fork_server.os.environ, **environment},
+        env={**os.environ, **environment},
         capture_output=True,
         text=True,
         timeout=1700,
