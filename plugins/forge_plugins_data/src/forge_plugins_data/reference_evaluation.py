@@ -91,12 +91,15 @@ def _log_probabilities(
         logits: ``(B, S, V)``.
         batch: of ``PreferencePairs`` without a reference. Rows without targets are left out.
     """
-    names = ("answers", "document", "pair", "targets")
-    for of_row, answers, document, pair, targets in zip(logits, *(batch[name] for name in names), strict=True):
+    losses = [  # row by row, as a copy in fp32 of all logits would be large
+        F.cross_entropy(of_row.float(), answers, ignore_index=IGNORED, reduction="none")
+        for of_row, answers in zip(logits, batch["answers"], strict=True)
+    ]
+    read = (batch["document"], batch["pair"], batch["targets"])
+    for each, document, pair, targets in zip(*(rows.cpu() for rows in (torch.stack(losses), *read)), strict=True):
         if (targets == IGNORED).all():
             continue
-        each = -F.cross_entropy(of_row.float(), answers, ignore_index=IGNORED, reduction="none").cpu().double()
-        of_documents = torch.zeros_like(each).index_add_(0, document.cpu(), each)
+        of_documents = torch.zeros(len(each), dtype=torch.float64).index_add_(0, document, -each.double())
         for place in (pair >= 0).nonzero().flatten().tolist():
             number = int(document[place])
             yield (int(pair[place]), number % 2), float(of_documents[number])

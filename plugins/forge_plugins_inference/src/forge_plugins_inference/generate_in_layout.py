@@ -63,13 +63,16 @@ def generate_in_layout(
                     chosen[:, there] = -torch.inf
                 likeliest = dict(zip(asked, chosen.argmax(-1).tolist(), strict=True))
             found = _known_to_all(context, likeliest, len(prompts))
+            written: list[tuple[int, int, int]] = []  # row, place, token
             for number, token in found.items():
                 new[number].append(token)
                 if has_ended(new[number]):
                     ended.add(number)
                 elif number in row_of:
-                    row, place = row_of[number], len(prompts[number]) + step
-                    tokens[row, place], positions[row, place] = token, place
+                    written.append((row_of[number], len(prompts[number]) + step, token))
+            if written:  # at once, as a GPU makes the host wait for each number that is written there
+                rows, columns, values = torch.tensor(written, device=tokens.device).unbind(1)
+                tokens[rows, columns], positions[rows, columns] = values, columns
             if not found.keys() - ended:
                 break
     return new
