@@ -39,6 +39,39 @@ CHECKPOINTING = "parallel.passes.activation_checkpointing"
 EXPERTS = "model.feed_forward"
 MUON = 'optimizer={name = "grouped", groups = [{roles = ["matrix"], optimizer = {name = "muon", lr = 1e-3}}, '
 MUON += '{roles = ["embedding", "head", "norm", "bias"], optimizer = {name = "adamw", lr = 1e-3}}]}'
+VISION = (
+    (
+        'data={name="image_text", path="{folder}/shapes/train.json", format="llava", token_grid=[4, 4], max_images=1, '
+        'processor={name="square", size=32}, tokenizer={name="tokenizer_file", path="{folder}/shapes/tokenizer.json"}}'
+    ),
+    "train.seq_len=24",
+)
+
+
+def vision(fusion: str, more: str = "") -> tuple[str, ...]:
+    model = 'name="vision_language", dim=32, n_layers=2, n_heads=4, max_seq_len=64, encoder={name="conv_vit"}, '
+    return (f'model={{{model} connector={{name="mlp"}}, fusion={{{fusion}}}{more}}}', *VISION)
+
+
+EXPERTS_BY_MODALITY = (
+    'name="moe", n_experts=4, hidden_dim=32, router={name="expert_choice", experts_per_token=1, '
+    'score_function="sigmoid", predictor=true}'
+)
+PAIRS = 'data={name="preference_pairs", path="{folder}/pairs.jsonl", reference="{folder}/reference.npz"}'
+MIXTURE = (
+    (
+        'data={name="mixture", sources=[{name="a", weight=0.5, source={name="synthetic", vocab_size=64}}, '
+        '{name="b", weight=0.5, source={name="synthetic", vocab_size=64, chain=1}}]}'
+    ),
+    'phases=[{at=1, train=["blocks.*"]}, {at=3, data={weights={a=0.9, b=0.1}}, lr_scale={"embed.*"=0.5}}]',
+)
+
+
+def autoencoder(table: str, data: str = 'name="activation_store", path="{folder}/activations"') -> tuple[str, ...]:
+    model = f"model={{{table}, width=64, latents=128, dead_after=200}}"
+    return (model, f'data={{{data}, site="blocks.1.resid_post"}}', "loss.name=own", "eval.interval=0")
+
+
 BY_DAY = (
     Job("plain"),
     Job("bf16", ("train.precision=bf16",)),
@@ -51,6 +84,10 @@ BY_DAY = (
     Job("norms", ('callbacks=[{name = "layer_norms"}, {name = "activation_norms"}, {name = "ema"}]',)),
     Job("memory", ('callbacks=[{name = "gpu_memory"}, {name = "health"}]',), like="plain"),
     Job("experts", sparse=True),
+    Job("images", vision('name="joint_decoder"')),
+    Job("mixture", MIXTURE),
+    Job("pairs", (PAIRS, "loss.name=dpo", "model.attention=math", 'callbacks=[{name="reference_check"}]')),
+    Job("autoencoder", autoencoder('name="topk_sae", k=4')),
     Job("balanced", (f'{EXPERTS}.router={{name = "sigmoid_topk", top_k = 2}}',), sparse=True),
 )
 BY_NIGHT = (
@@ -68,6 +105,29 @@ BY_NIGHT = (
     ),
     Job("shared", (f"{EXPERTS}.shared_experts=1",), sparse=True),
     Job("capacity", (f"{EXPERTS}.capacity_factor=1.25",), sparse=True),
+    Job("images-across", vision('name="cross_attention", layers=[0]')),
+    Job("images-weights", vision('name="mixture_of_transformers"')),
+    Job(
+        "images-experts",
+        vision(f'name="moma", image={{{EXPERTS_BY_MODALITY}}}', f", feed_forward={{{EXPERTS_BY_MODALITY}}}"),
+    ),
+    Job("batch_topk_sae", autoencoder('name="batch_topk_sae", k=4')),
+    Job("matryoshka_sae", autoencoder('name="matryoshka_sae", k=4, prefixes=[16]')),
+    Job("jumprelu_sae", autoencoder('name="jumprelu_sae", l0_coefficient=0.01')),
+    Job(
+        "activations_of",
+        autoencoder('name="topk_sae", k=4', 'name="activations_of", run="{folder}/cpu/plain"'),
+        waits=True,
+    ),
+    Job("tuned_lens", ('checkpoint.load.path="{folder}/cpu/plain"', "parallel.passes.tuned_lens={}", "loss.name=own")),
+    Job(
+        "completions",
+        (
+            'data={name="prompt_completion", path="{folder}/completions.jsonl", tokenizer="bytes"}',
+            "model.attention=math",
+        ),
+    ),
+    Job("observed", ('callbacks=[{name="coordinates"}, {name="garbage_collection"}]',), like="plain"),
     Job("experts-bf16", ("train.precision=bf16",), sparse=True),
 )
 JOBS = {job.name: job for job in (*BY_DAY, *BY_NIGHT)}

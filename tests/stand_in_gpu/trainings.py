@@ -1,21 +1,31 @@
 """Trains one small job after the other on the CPU and on the stand-in: ``python trainings.py JOBS FOLDER``.
 
 ``JOBS`` is a JSON file: a list of ``name``, ``sparse``, ``settings``, and ``like``, the job whose losses on the CPU it
-must have. Each line that is printed is the answer about one.
+must have. ``{folder}`` in settings is ``FOLDER``, and files that ``_write_files`` makes are there. Each line that is
+printed is the answer about one.
 """
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import stand_in_gpu
 import torch
 from gpu_steps.small_run import train
 from gpu_steps.step import Setting
+
+from forge_core.cli import main as forge
+from forge_core.config.builder import ComponentBuilder
+from forge_core.registry.discovery import discover
+from forge_plugins_data.preference_reference import write_reference
+from forge_plugins_vlm.tasks.shapes import write_shapes
 
 
 def main(jobs: Path, folder: Path) -> None:
@@ -24,7 +34,10 @@ def main(jobs: Path, folder: Path) -> None:
         devices[kind] = Setting(device=torch.device(kind), tiny=True, folder=folder / kind)
         devices[kind].folder.mkdir(parents=True)
     on_cpu: dict[str, list[float]] = {}
-    for job in json.loads(jobs.read_text()):
+    _write_files(folder)
+    for job in json.loads(jobs.read_text().replace("{folder}", str(folder))):
+        if any("activations" in setting for setting in job["settings"]) and not (folder / "activations").exists():
+            _extract(folder)
         name, settings = job["name"], [*job["settings"], "train.steps=3"]
         if job["like"] == name:
             on_cpu[name] = [*train(devices["cpu"], name, *settings, sparse=job["sparse"]).losses]
@@ -32,6 +45,27 @@ def main(jobs: Path, folder: Path) -> None:
         few, many = (_waits(devices["cuda"], job, steps) for steps in (3, 5))
         answer = {"name": name, "cpu": on_cpu[job["like"]], "gpu": [*losses], "waits": many - few}
         print(json.dumps(answer), flush=True)
+
+
+def _write_files(folder: Path) -> None:
+    write_shapes(folder / "shapes", train=16, held_out=4, seed=0)
+    answers = [{"prompt": f"{n} + 1 = ", "chosen": str(n + 1), "rejected": str(n)} for n in range(40)]
+    (folder / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in answers))
+    build = ComponentBuilder(discover())
+    use = build.resolve("data_source", {"name": "preference_pairs", "path": str(folder / "pairs.jsonl")})
+    source = build(use, seq_len=64, split="all", seed=0, samples_per_step=1, phases=())
+    near = np.array([[-6.2 * one.sum() for one in pair.learned] for pair in source.pairs])  # a model that knows nothing
+    keys = [pair.key for pair in source.pairs]
+    write_reference(folder / "reference.npz", keys, near, source.tokenizer.fingerprint)
+    completions = [{"prompt": pair["prompt"], "completion": pair["chosen"]} for pair in answers]
+    (folder / "completions.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in completions))
+
+
+def _extract(folder: Path) -> None:
+    """Write what the first job has learned, on the CPU, computes."""
+    command = ["extract", str(folder / "cpu/plain"), "--sites", "blocks.*.resid_post", "--samples", "8"]
+    with contextlib.redirect_stdout(io.StringIO()):
+        assert forge([*command, "--out", str(folder / "activations"), "data.validation=0.1"]) == 0
 
 
 def _waits(device: Setting, job: dict[str, Any], steps: int) -> Counter[str]:
