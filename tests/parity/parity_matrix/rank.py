@@ -54,7 +54,7 @@ def main(job_toml: Path, plan: Path) -> None:
 
 
 _THREADS = 50 if torch.__version__ >= "2.13" else 500
-_THREADS += 50 * torch.cuda.is_available()
+_THREADS += 100 * torch.cuda.is_available()
 """Fewer than a rank has when it keeps the groups of twenty works. torch 2.11 does keep some. With GPUs there are twice
 as many groups, and a thread of autograd for each GPU."""
 _OF_COMPILED = 20
