@@ -23,7 +23,7 @@ BY_NIGHT = [name for name in CELLS if runs_here(name) and name not in BY_DAY]
 
 
 @pytest.fixture(scope="module")
-def matrix(request, stand_in, tmp_path_factory):
+def on_gpus(request, stand_in, tmp_path_factory):
     launcher = Launcher(tmp_path_factory.mktemp("gpus"), settings=["run.device=cuda"], environment=stand_in)
     made = Matrix(launcher, steps=5)
     items = request.session.items
@@ -32,5 +32,5 @@ def matrix(request, stand_in, tmp_path_factory):
 
 
 @pytest.mark.parametrize("cell", [*BY_DAY, *(pytest.param(name, marks=pytest.mark.nightly) for name in BY_NIGHT)])
-def test_ranks_on_gpus_equal_one_process(matrix, cell):
-    assert matrix.problems(cell) == []
+def test_ranks_on_gpus_equal_one_process(on_gpus, cell):
+    assert on_gpus.problems(cell) == []

@@ -67,7 +67,7 @@ class Launcher:
         self._folder = folder
         self._python = python
         self._settings = settings
-        self._environment = {**os.environ, **(environment or {})}
+        self._environment = environment or {}
         _write_texts(folder)
         _write_chats(folder)
         _write_pictures(folder / "pictures")
@@ -196,9 +196,10 @@ class Launcher:
     @contextmanager
     def _processes(self, ranks: int, plan: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
         here = Path(__file__).parent.parent
-        path = [str(self._folder / "site"), str(here), *filter(None, [self._environment.get("PYTHONPATH")])]
+        given = {**os.environ, **self._environment}
+        path = [str(self._folder / "site"), str(here), *filter(None, [given.get("PYTHONPATH")])]
         common = {
-            **self._environment,
+            **given,
             "PYTHONPATH": os.pathsep.join(path),
             "OMP_NUM_THREADS": "1",
             "PYTHONFAULTHANDLER": "1",
