@@ -16,7 +16,7 @@ NOT_HERE = ("compile", "cp", "fp8", "ring")
 def runs_here(name):
     cell = CELLS[name]
     said = " ".join([name, *cell.layout, *TRAININGS[cell.training]])
-    return cell.ranks > 1 and not any(word in said for word in NOT_HERE)
+    return 1 < cell.ranks <= 4 and not any(word in said for word in NOT_HERE)  # it has four GPUs
 
 
 BY_NIGHT = [name for name in CELLS if runs_here(name) and name not in BY_DAY]
