@@ -136,10 +136,10 @@ every_job = pytest.mark.parametrize(
 )
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def answers(request, stand_in, tmp_path_factory) -> dict[str, dict[str, Any]]:
     """What the selected tests ask, by job."""
-    every = {item.callspec.params.get("job") for item in request.session.items if hasattr(item, "callspec")}
+    every = {item.callspec.params["job"] for item in request.session.items if item.path == request.path}
     chosen = [job for job in JOBS.values() if job.name in every or job.name == "plain"]
     folder = tmp_path_factory.mktemp("trainings")
     jobs = folder / "jobs.json"
