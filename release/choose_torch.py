@@ -3,8 +3,8 @@
     python release/choose_torch.py 2.11      # its newest patch
     python release/choose_torch.py newest
 
-For a checkout that tests one combination, as in CI; the change is not committed. torchao, which is built for one torch,
-is not named then.
+For a checkout that tests one combination, as in CI; the change is not committed. torchao and Triton, which are built
+for one torch, are not named then.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-BUILT_FOR_TORCH = ("torchao",)
+BUILT_FOR_TORCH = ("torchao", "triton")
 
 
 def main(arguments: Sequence[str] | None = None, file: Path = ROOT / "constraints.txt") -> None:

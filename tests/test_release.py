@@ -233,7 +233,8 @@ def test_continuous_integration_runs_what_the_packages_say_they_run_with():
 
 @pytest.mark.parametrize(("asked", "constraint"), [("2.11", ["torch==2.11.*"]), ("newest", [])])
 def test_another_torch_can_be_asked_for(tmp_path, asked, constraint):
-    (tmp_path / "constraints.txt").write_text("# why\nattrs==26.1.0\ntorch==2.13.0\ntorchao==0.18.0\ntorchft==0.2.0\n")
+    pins = ["# why", "attrs==26.1.0", "torch==2.13.0", "torchao==0.18.0", "torchft==0.2.0", "triton==3.7.1"]
+    (tmp_path / "constraints.txt").write_text("\n".join(pins))
 
     choose_torch.main([asked], tmp_path / "constraints.txt")
 

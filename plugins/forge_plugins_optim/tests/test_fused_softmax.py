@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from importlib.metadata import version
 from importlib.util import find_spec
+from itertools import product
 
 import numpy as np
 import pytest
@@ -170,6 +171,32 @@ def test_what_is_ignored_counts_for_nothing(errors, case: str) -> None:
 @pytest.mark.skipif(DEVICE == "cuda", reason="two ranks would share one GPU")
 def test_ranks_that_share_the_vocabulary_have_those_of_one(errors) -> None:
     assert max(errors["parts"]) < 1e-5, errors["parts"]
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100, 120])
+def test_kernels_compile_for_a_gpu(monkeypatch, tmp_path, capability: int) -> None:
+    """Down to its machine code, by Triton's own assembler, which needs no GPU."""
+    if find_spec("triton") is None:
+        pytest.skip("Triton is not installed")
+    from triton import compile as compiled_for
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from forge_plugins_optim import fused_softmax
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    dtypes = {"logits": "*bf16", "targets": "*i64", "stride": "i32", "first": "i32", "n_columns": "i32", "cap": "fp32"}
+    for kernel, is_capped in product((fused_softmax._find_sums, fused_softmax._write_gradient), (False, True)):
+        constants = {"is_capped": is_capped, "block": fused_softmax._BLOCK}
+        signature = {name: dtypes.get(name, "*fp32") for name in kernel.arg_names} | dict.fromkeys(
+            constants, "constexpr"
+        )
+        source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
+
+        made = compiled_for(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 8})
+
+        assert f".target sm_{capability}" in made.asm["ptx"]
+        assert made.asm["cubin"]
 
 
 def test_without_triton_or_a_gpu_it_is_refused(monkeypatch) -> None:
