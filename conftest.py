@@ -32,7 +32,7 @@ tail tc tee test timeout touch tr true truncate umount uname uniq unshare wc xar
 VARIABLES = """
 CC CI CUDA_HOME CUDA_VISIBLE_DEVICES CXX FORGE_REAL_MODELS FORGE_REQUIRE_SLURM FORGE_TORTURE_SECONDS LANG LC_ALL
 LD_LIBRARY_PATH OMP_NUM_THREADS PYTHONDONTWRITEBYTECODE PYTHONUNBUFFERED REQUESTS_CA_BUNDLE SSL_CERT_DIR SSL_CERT_FILE
-TMPDIR TZ VIRTUAL_ENV http_proxy https_proxy no_proxy
+TMPDIR TORCH_STAND_IN_GPU TRITON_INTERPRET TZ VIRTUAL_ENV http_proxy https_proxy no_proxy
 """
 """Variables of the environment that tests may see, where they are set; those of pip and pytest too."""
 

@@ -32,8 +32,8 @@ def asked(*arguments):
     return fork_server.run([sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True, timeout=900)
 
 
-BY_DAY = ("device", "dense", "experts", "1b")
-"""Of each module of steps one, each of which measures in a way of its own; all of them are by night."""
+BY_DAY = ("device", "experts")
+"""More of them ask the stand-in for a GPU by day, in ``tests/stand_in_gpu``; all of them are by night."""
 
 
 @pytest.mark.timeout(900)
@@ -74,7 +74,7 @@ def test_it_lists_its_steps_and_does_those_that_are_asked_for():
         (["--only", "documnts"], "--only documnts: there is no such step; did you mean documents?"),
         (["--minutes", "0.01"], "--minutes 0.01 are too few for any step: the shortest takes 10 s"),
         (["--only", "8b", "--minutes", "0.5"], "--minutes 0.5 are too few for any step: the shortest takes 60 s"),
-        (["--tiny"], "--tiny and --device cpu go together"),
+        (["--device", "cpu"], "--device cpu takes --tiny: the other sizes are for a GPU"),
         pytest.param([], "torch sees no CUDA GPU here; --device cpu --tiny tries the list out", marks=without_a_gpu),
     ],
 )

@@ -111,7 +111,7 @@ def planned_memory(setting: Setting) -> Figures:
             raise FailedError(f"{name} cannot be planned", {})
         planned = memory.peak / 2**30 + CUBLAS_GIB
         figures |= {f"{name}_planned_gib": round(planned, 3), f"{name}_gib": round(run.memory_gib, 3)}
-        if setting.is_gpu:
+        if setting.measures:
             off = planned / run.memory_gib - 1
             figures[f"{name}_off"] = round(off, 3)
             problems[f"{name} is off by {off:+.1%}"] = abs(off) > 0.05

@@ -15,13 +15,18 @@ class Setting:
 
     device: torch.device
     tiny: bool
-    """Sizes for a CPU: the step shows that it works, and measures nothing of worth."""
+    """Sizes for a CPU: the step shows that it works, and times and memory are of no worth."""
     folder: Path
     """Empty, and gone afterwards."""
 
     @property
     def is_gpu(self) -> bool:
         return self.device.type == "cuda"
+
+    @property
+    def measures(self) -> bool:
+        """Whether times and memory are of worth, and are judged."""
+        return self.is_gpu and not self.tiny
 
     def wait(self) -> None:
         """Until the device has done all that it was given."""

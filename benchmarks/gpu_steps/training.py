@@ -193,9 +193,11 @@ def float8(setting: Setting) -> Figures:
 
 
 def _recipes(setting: Setting) -> list[str]:
-    """What the GPU has products for; on a CPU what the sizes allow."""
+    """What the device has products for, and the sizes allow."""
     if not setting.is_gpu:
         return ["tensorwise", "rowwise", "mxfp8"]
+    if setting.tiny:
+        return ["tensorwise", "rowwise"]
     capability = torch.cuda.get_device_capability(setting.device)
     return ["tensorwise", "rowwise", *(recipe for recipe, least in CAPABILITIES.items() if capability >= least)]
 
@@ -212,7 +214,7 @@ def saving(setting: Setting) -> Figures:
     stall = _stall(setting)
     problems = {
         f"{len(different)} tensors differ, such as {different[:1]}": bool(different),
-        f"a step that saves takes {stall:.3f} of a step longer": setting.is_gpu and stall > MOST_STALL,
+        f"a step that saves takes {stall:.3f} of a step longer": setting.measures and stall > MOST_STALL,
     }
     return must(problems, {"tensors": len(names), "stall": stall})
 

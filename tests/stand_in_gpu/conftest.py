@@ -27,4 +27,5 @@ def stand_in(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, str]:
     made = subprocess.run(module.command(library), capture_output=True, text=True, timeout=600)
     assert made.returncode == 0, made.stderr
     path = os.pathsep.join([str(SITE), *filter(None, [os.environ.get("PYTHONPATH")])])
-    return {"TORCH_STAND_IN_GPU": str(library), "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    interpreted = {"TRITON_INTERPRET": "1"}  # Triton's kernels run on the host's memory
+    return {"TORCH_STAND_IN_GPU": str(library), "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **interpreted}

@@ -1,5 +1,7 @@
 // A CUDA device made of the host, for a torch that is built without CUDA: its memory is the host's, and its kernels are
-// the CPU's, on that memory. Tensors say `cuda`, so that all code for a GPU runs, but for kernels that are compiled.
+// the CPU's, on that memory. Tensors say `cuda`, so that all code for a GPU runs. Kernels that a CPU does not have are
+// those of stand_in_attention.py and stand_in_float8.py, those of Triton are interpreted, and what `torch.compile` makes
+// of a model is called operator by operator, instead of as Inductor's kernels.
 //
 // It refuses what a GPU refuses, tensors of two devices, and counts what makes the host wait for a GPU. Nothing is
 // asynchronous: a race between streams is not seen here.
@@ -11,6 +13,8 @@
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <ATen/native/Resize.h>
 #include <ATen/native/TensorFactories.h>
+#include <ATen/native/transformers/attention.h>
+#include <ATen/native/transformers/sdp_utils_cpp.h>
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/view_native.h>
@@ -503,11 +507,28 @@ at::Tensor& addmm_dtype_out(
 
 void record_stream(at::Tensor&, Stream) {}
 
-int64_t choose_plain_attention(
-    const at::Tensor&, const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&, double, bool,
-    std::optional<double>, bool) {
-  return 0; // products and a softmax
+// The first that is allowed and takes such tensors, in the order of a GPU; stand_in_attention.py has them.
+int64_t choose_attention(
+    const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const std::optional<at::Tensor>& mask,
+    double dropout, bool is_causal, std::optional<double>, bool) {
+  auto& allowed = at::globalContext();
+  const bool is_half = q.scalar_type() == at::kHalf || q.scalar_type() == at::kBFloat16;
+  const bool is_dense = q.dim() == 4 && dropout == 0.0 && (!is_causal || q.size(2) == k.size(2));
+  const auto fits = [&](int64_t most) { return is_half && q.size(-1) <= most && v.size(-1) <= most; };
+  const auto has_whole_rows = [](const at::Tensor& one) { return one.size(-1) * one.itemsize() % 16 == 0; };
+  if (is_dense) {
+    if (allowed.userEnabledFlashSDP() && !mask && fits(256) && q.size(-1) == v.size(-1))
+      return static_cast<int64_t>(sdp::SDPBackend::flash_attention);
+    if (allowed.userEnabledMemEfficientSDP() && q.size(1) == k.size(1) && has_whole_rows(q) && has_whole_rows(v))
+      return static_cast<int64_t>(sdp::SDPBackend::efficient_attention);
+    if (allowed.userEnabledCuDNNSDP() && fits(128) && q.size(-1) % 8 == 0 && v.size(-1) % 8 == 0)
+      return static_cast<int64_t>(sdp::SDPBackend::cudnn_attention);
+  }
+  TORCH_CHECK(allowed.userEnabledMathSDP(), "No available kernel. Aborting execution.");
+  return static_cast<int64_t>(sdp::SDPBackend::math);
 }
+const bool has_attention =
+    (at::native::_fused_sdp_choice_stub.set_cuda_dispatch_ptr(&choose_attention), true);
 
 // ---- collectives: gloo's, on the same memory
 
@@ -526,6 +547,14 @@ double take_factor(c10d::ReduceOp& op, int ranks) {
   return factor;
 }
 
+// A group of NCCL alone has nothing for the host's tensors, as which those of the GPU are handed on.
+c10::intrusive_ptr<c10d::ProcessGroup> let_it_take_the_host(const IValue& value) {
+  auto group = value.toCustomClass<c10d::ProcessGroup>();
+  if (!group->hasBackendForDeviceType(DeviceType::CPU))
+    group->setBackend(DeviceType::CPU, c10d::ProcessGroup::BackendType::CUSTOM, group->getBackend(DeviceType::CUDA));
+  return group;
+}
+
 void communicate(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* stack) {
   const auto& arguments = op.schema().arguments();
   const auto begin = stack->end() - arguments.size();
@@ -535,7 +564,7 @@ void communicate(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit:
     IValue& value = begin[i];
     value = on_host(value);
     const std::string type = arguments[i].type()->str();
-    if (type.find("c10d.ProcessGroup") != std::string::npos) ranks = value.toCustomClass<c10d::ProcessGroup>()->getSize();
+    if (type.find("c10d.ProcessGroup") != std::string::npos) ranks = let_it_take_the_host(value)->getSize();
     if (type.find("c10d.ReduceOp") != std::string::npos) {
       auto given = c10::make_intrusive<c10d::ReduceOp>(*value.toCustomClass<c10d::ReduceOp>());
       factor = take_factor(*given, ranks);
@@ -582,7 +611,7 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("set_.source_Tensor", TORCH_FN(set_to_tensor));
   m.impl("record_stream", TORCH_FN(record_stream));
   m.impl("addmm.dtype_out", TORCH_FN(addmm_dtype_out));
-  m.impl("_fused_sdp_choice", TORCH_FN(choose_plain_attention));
+  m.impl("_fused_sdp_choice", TORCH_FN(choose_attention));
   // torch's own for other devices reads the offsets on the host, which CUDA's kernel does not
   m.impl("_grouped_mm", torch::CppFunction::makeFromBoxedFunction<&run_on_host>());
 }

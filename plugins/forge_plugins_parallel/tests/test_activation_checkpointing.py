@@ -87,7 +87,7 @@ def measured(model_class=SmallModel, kept=KEPT):
     return measure_activations(model, LOSS, (BATCH, LENGTH), CPU, torch.float32, kept)
 
 
-def saved_bytes(model):
+def saved_bytes(model, forward=forward):
     """What autograd holds after forward outside of recomputed blocks, without parameters, each storage once."""
     parameters = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
     saved = {}
@@ -127,6 +127,27 @@ def live_bytes(model):
         held = live.bytes()
     total.backward()
     return held
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")  # an import of torch's
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # dynamo's, which would hide it
+def test_what_flex_attention_keeps_is_measured():
+    """It is what has windows on a GPU."""
+    build, device = builder(), torch.device("cuda")
+    sizes = {"dim": 64, "n_layers": 2, "n_heads": 4, "max_seq_len": 128, "window": 32}
+    with torch.device("meta"):
+        model = build(build.resolve("model", {"name": "transformer", **sizes}), vocab_size=100)
+    tokens = torch.randint(100, (2, 128), device=device)
+    kept = KeptOperations(frozenset({"higher_order.flex_attention"}))
+
+    expected = measure_activations(model, LOSS, tuple(tokens.shape), device, torch.float32, kept)
+    materialise(model, device, seed=0)
+    saved = saved_bytes(model, lambda model: model(tokens, targets=tokens, loss=LOSS).total)
+
+    blocks = expected.blocks.values()
+    assert sum(block.whole for block in blocks) + expected.outside == pytest.approx(saved, rel=0.05)
+    assert all(block.selective - block.inputs >= tokens.numel() * (64 + 4) * 4 for block in blocks)  # outputs and sums
 
 
 def test_what_autograd_saves_is_what_was_measured_ahead_without_memory(context):

@@ -122,7 +122,7 @@ def test_what_is_sent_at_a_time_is_the_keys_and_values_of_one_rank(seen_by_ranks
 
 
 class OnGpus:
-    """Has never been run; whoever has two GPUs will be the first."""
+    """So far this has been run by the stand-in for GPUs of ``tests/stand_in_gpu`` alone."""
 
     def rank(self):
         device = torch.device("cuda", dist.get_rank())
@@ -136,6 +136,7 @@ class OnGpus:
         }
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_on_gpus_every_kernel_attends_as_one_gpu_does():
     for seen in on_ranks(OnGpus, "rank", 2):

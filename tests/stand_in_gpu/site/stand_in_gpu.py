@@ -1,6 +1,9 @@
 """The Python side of ``device.cpp``: what ``torch.cuda`` is missing in a build without CUDA.
 
 torch's Python code for CUDA calls functions that such a build does not have. Each has an answer here, that of an H100.
+
+By hand: ``python stand_in_gpu.py /tmp/gpu.so`` compiles it, and ``TORCH_STAND_IN_GPU=/tmp/gpu.so TRITON_INTERPRET=1
+PYTHONPATH=tests/stand_in_gpu/site`` before a command gives it four GPUs.
 """
 
 from __future__ import annotations
@@ -8,13 +11,16 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import importlib.util
+import subprocess
+import sys
 import sysconfig
 import time
 import traceback
+import warnings
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 DEVICES = 4
@@ -44,6 +50,7 @@ def load(file: str) -> ctypes.CDLL:
 
 
 _library: ctypes.CDLL
+_ON_WAIT = ctypes.CFUNCTYPE(None, ctypes.c_char_p)
 
 
 @contextlib.contextmanager
@@ -56,7 +63,7 @@ def waits() -> Iterator[Counter[str]]:
         place = f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else "torch"
         counted[f"{operator.decode()} in {place}"] += 1
 
-    called = ctypes.CFUNCTYPE(None, ctypes.c_char_p)(count)
+    called = _ON_WAIT(count)
     _library.stand_in_on_wait(called)
     try:
         yield counted
@@ -69,11 +76,13 @@ def replace(library: ctypes.CDLL) -> None:
     global _library
     _library = library
     _replace_devices(library)
+    _replace_sync_debug_mode(library)
     _replace_memory(library)
     _replace_streams(library)
     _replace_generators(library)
     _replace_collectives()
     _replace_profiler()
+    _replace_kernels()
 
 
 def _index(device: Any) -> int:
@@ -127,6 +136,20 @@ def _replace_devices(library: ctypes.CDLL) -> None:
     torch._C._cuda_getCurrentRawStream = lambda index: 0
     torch._C._cuda_CUDAAllocator_AllocatorState = type("AllocatorState", (), {})
     torch._C._set_cached_tensors_enabled = lambda enabled: None
+
+
+def _replace_sync_debug_mode(library: ctypes.CDLL) -> None:
+    import torch
+
+    @_ON_WAIT
+    def warn(_: bytes) -> None:
+        warnings.warn("called a synchronizing CUDA operation", stacklevel=2)
+
+    def set_mode(mode: int) -> None:
+        assert mode < 2, "a function that is called from C++ cannot raise"
+        library.stand_in_on_wait(warn if mode else None)
+
+    torch._C._cuda_set_sync_debug_mode = set_mode
 
 
 def _replace_memory(library: ctypes.CDLL) -> None:
@@ -268,3 +291,25 @@ def _replace_profiler() -> None:
 
     kinds = {profiler.ProfilerActivity.CPU, profiler.ProfilerActivity.CUDA}
     profiler._supported_activities = lambda: kinds
+
+
+def replace_compiler(compile_fx: ModuleType) -> None:
+    """Once it is imported. Graphs are traced, differentiated, decomposed and cut as ever. Then they are called operator
+    by operator: there is nothing that could run Inductor's kernels."""
+
+    def call(graph: Any, inputs: Any, **_: Any) -> Any:
+        return compile_fx.make_boxed_func(graph.forward)
+
+    compile_fx._compile_fx_inner = call
+
+
+def _replace_kernels() -> None:
+    global _kernels
+    import stand_in_attention
+    import stand_in_float8
+
+    _kernels = (stand_in_attention.register(), stand_in_float8.register())
+
+
+if __name__ == "__main__":
+    subprocess.run(command(Path(sys.argv[1]).absolute()), check=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack
 from typing import Any
@@ -61,6 +62,10 @@ def measure_activations(
         ids = torch.zeros(tokens, dtype=torch.int64, device=device)
         counter = _Counter(units_of(model), kept, tensors.values())
         stack.enter_context(counter.watching())
+        # FlexAttention compiles itself wherever it is called, and nothing compiles under what counts
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", "flex_attention called without torch.compile")
         functional_call(model, tensors, (ids,), {"targets": ids, "loss": loss})
         return counter.result()
 
@@ -157,6 +162,8 @@ class _Tally:
 
 class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
     """Reports every operation with its result."""
+
+    supports_higher_order_operators = True  # FlexAttention is one
 
     def __init__(self, report: Any) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's

@@ -200,10 +200,14 @@ def _fits_efficient(q: torch.Tensor, k: torch.Tensor) -> bool:
 
 
 def _by_position(operation: Any) -> Callable[..., Any]:
-    """Torch.compile believes that an argument called ``out``, as backward has one, is what to write the result to."""
+    """Torch.compile believes that an argument called ``out``, as backward has one, is what to write the result to.
+
+    Lengths are those of the factors: what is remembered of forward are those of the last part that came round."""
     order = [argument.name for argument in operation._schema.arguments if not argument.kwarg_only]
 
     def call(**given: Any) -> Any:
+        if "max_q" in order:
+            given |= {"max_q": given["query"].shape[_SEQUENCE], "max_k": given["key"].shape[_SEQUENCE]}
         by_name = {name: value for name, value in given.items() if name not in order}
         return operation(*[given[name] for name in order], **by_name)
 
