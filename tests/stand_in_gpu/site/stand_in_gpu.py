@@ -19,6 +19,7 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -274,11 +275,19 @@ def _replace_collectives() -> None:
     import torch.distributed as dist
     from torch.distributed import distributed_c10d
 
-    class ProcessGroupNCCL(dist.ProcessGroupGloo):
-        Options = SimpleNamespace
+    class Options:
+        def __init__(self, is_high_priority_stream: bool = False) -> None:
+            self._timeout = timedelta(minutes=10)
+            self.config = SimpleNamespace(blocking=True)
 
-        def __init__(self, store: Any, rank: int, size: int, options: Any) -> None:
+    class ProcessGroupNCCL(dist.ProcessGroupGloo):
+        def __init__(self, store: Any, rank: int, size: int, options: Options) -> None:
             super().__init__(store, rank, size, timeout=options._timeout)
+
+        def eager_connect_single_device(self, device: torch.device) -> None:
+            pass
+
+    ProcessGroupNCCL.Options = Options
 
     distributed_c10d._NCCL_AVAILABLE = True
     distributed_c10d.ProcessGroupNCCL = dist.ProcessGroupNCCL = ProcessGroupNCCL

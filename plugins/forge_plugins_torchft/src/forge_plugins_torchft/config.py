@@ -36,7 +36,8 @@ class TorchftConfig:
     to come. One whose process has died is noticed at once."""
     join_timeout: float = attrs.field(default=1800.0, validator=gt(0))
     """Seconds that it waits for a step to begin: for ``min_replicas``, which end it with exit code 5 if they do not
-    come, and for others that evaluate or save, without which it then goes on."""
+    come, as does a network over which nothing can be added up for so long; and for others that evaluate or save,
+    without which it then goes on."""
 
     def check(self, job: Job) -> Iterator[tuple[str, str]]:
         """What this job would have to do that replicas cannot do together."""

@@ -54,6 +54,8 @@ class TorchftReplication(Replication):
         self._config = config
         self._manager: Manager | None = None
         self._saved = {"step": 0, "batches_committed": 0}
+        self._fails_since: float | None = None
+        self._failure = ""
         if config.lighthouse_url is None:
             raise ConfigError(
                 "callbacks: torchft has no lighthouse, at which replicas report: start them with forge replicas, or "
@@ -71,6 +73,7 @@ class TorchftReplication(Replication):
         host = os.environ.get(HOST) or socket.gethostname()
         self._store, port = _store_of_replica(host, self._run.rank)
         self._transport = StateTransport(timeout, host)
+        os.environ.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", str(self._config.timeout))  # torchft would, and warn
         self._group = (ProcessGroupNCCL if self._run.device.type == "cuda" else ProcessGroupGloo)(timeout)
         try:
             self._manager = _WatchfulManager(
@@ -148,7 +151,28 @@ class TorchftReplication(Replication):
                 _unpack(*under_way.pop(0))
         for bucket, flat, work in under_way:
             _unpack(bucket, flat, work)
-        return self._joined.errored() is None
+        return self._works()
+
+    def _works(self) -> bool:
+        """Whether replicas could add up. A replica that is lost is left out the next time; what fails each time is
+        another thing, such as a network that NCCL cannot use.
+
+        Raises:
+            LostPeerError: nothing could be added up for ``join_timeout``.
+        """
+        failed = self._joined.errored()
+        if failed is None:
+            self._fails_since, self._failure = None, ""
+            return True
+        failure = _first_line(failed.original_exception)
+        if failure != self._failure:
+            self._run.log(f"the replicas could not add up: {failure}")
+        now = time.monotonic()
+        self._fails_since, self._failure = self._fails_since or now, failure
+        if now - self._fails_since > self._config.join_timeout:
+            seconds = f"{self._config.join_timeout:g} s (join_timeout)"
+            raise LostPeerError(f"the replicas could not add up for {seconds}: {failure}")
+        return False
 
     def commit(self) -> bool:
         try:
