@@ -1,5 +1,6 @@
 """Which layers become float8, and what is refused. The numbers are in ``tests/parity``."""
 
+from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any
 
@@ -7,6 +8,7 @@ import attrs
 import numpy as np
 import pytest
 import torch
+from packaging.version import Version
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
@@ -269,8 +271,8 @@ def relative(got: torch.Tensor, want: torch.Tensor) -> float:
 
 @pytest.mark.slow
 def test_kernels_of_triton_round_as_it_is_emulated(monkeypatch):
-    if find_spec("triton") is None:
-        pytest.skip("Triton is not installed")
+    if find_spec("triton") is None or Version(version("triton")) < Version("3.7"):
+        pytest.skip("Triton is not installed, or is that of torch 2.11, which does not interpret with NumPy 2.4")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
 
     assert max(on_ranks(Interpreted, "distances", 2)[0]) < 5e-3
