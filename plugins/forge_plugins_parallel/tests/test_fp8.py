@@ -271,8 +271,8 @@ def relative(got: torch.Tensor, want: torch.Tensor) -> float:
 
 @pytest.mark.slow
 def test_kernels_of_triton_round_as_it_is_emulated(monkeypatch):
-    if find_spec("triton") is None or Version(version("triton")) < Version("3.7"):
-        pytest.skip("Triton is not installed, or is that of torch 2.11, which does not interpret with NumPy 2.4")
+    if find_spec("triton") is None or not Version("3.7") <= Version(version("triton")) < Version("3.9"):
+        pytest.skip("Triton is not installed, or is that of torch 2.11 or 2.15, which does not interpret these kernels")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
 
     assert max(on_ranks(Interpreted, "distances", 2)[0]) < 5e-3
