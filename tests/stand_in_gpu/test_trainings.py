@@ -1,6 +1,6 @@
 """Components train on a GPU as on the CPU, and make the host wait for it in no step that logs nothing: by the stand-in.
 
-What it cannot show: kernels that are compiled (``compile``, FlexAttention, Triton), races between streams, and speed.
+What it cannot show: the kernels that ``compile`` makes, races between streams, and speed.
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ def optimizer(table: str) -> str:
     return "optimizer={" + table + ", lr = 3e-4}"
 
 
+COMPILED = "parallel.passes.compile=true"
+DOCUMENTS = ("data.document_mask=true", "data.end_of_document=0")
 CHECKPOINTING = "parallel.passes.activation_checkpointing"
 EXPERTS = "model.feed_forward"
 MUON = 'optimizer={name = "grouped", groups = [{roles = ["matrix"], optimizer = {name = "muon", lr = 1e-3}}, '
@@ -76,7 +78,8 @@ BY_DAY = (
     Job("plain"),
     Job("bf16", ("train.precision=bf16",)),
     Job("sharded", ("parallel.passes.fsdp=true", "train.grad_accumulation=2")),
-    Job("documents", ("data.document_mask=true", "data.end_of_document=0", "model.attention=math")),
+    Job("documents", DOCUMENTS),
+    Job("compiled", (COMPILED,), like="plain"),
     Job("offloaded-activations", (f"{CHECKPOINTING}.mode=offload",), like="plain"),
     Job("muon", (MUON,)),
     Job("split", ("train.precision=bf16_pure", "optimizer.rounding=split")),
@@ -86,7 +89,7 @@ BY_DAY = (
     Job("experts", sparse=True),
     Job("images", vision('name="joint_decoder"')),
     Job("mixture", MIXTURE),
-    Job("pairs", (PAIRS, "loss.name=dpo", "model.attention=math", 'callbacks=[{name="reference_check"}]')),
+    Job("pairs", (PAIRS, "loss.name=dpo", 'callbacks=[{name="reference_check"}]')),
     Job("autoencoder", autoencoder('name="topk_sae", k=4')),
     Job("balanced", (f'{EXPERTS}.router={{name = "sigmoid_topk", top_k = 2}}',), sparse=True),
 )
@@ -120,15 +123,14 @@ BY_NIGHT = (
         waits=True,
     ),
     Job("tuned_lens", ('checkpoint.load.path="{folder}/cpu/plain"', "parallel.passes.tuned_lens={}", "loss.name=own")),
-    Job(
-        "completions",
-        (
-            'data={name="prompt_completion", path="{folder}/completions.jsonl", tokenizer="bytes"}',
-            "model.attention=math",
-        ),
-    ),
+    Job("completions", ('data={name="prompt_completion", path="{folder}/completions.jsonl", tokenizer="bytes"}',)),
     Job("observed", ('callbacks=[{name="coordinates"}, {name="garbage_collection"}]',), like="plain"),
     Job("experts-bf16", ("train.precision=bf16",), sparse=True),
+    Job("windows", ("model.window=16",)),
+    Job("documents-compiled", (*DOCUMENTS, COMPILED), like="documents"),
+    Job("experts-compiled", (COMPILED,), sparse=True, like="experts"),
+    Job("recomputed-budget", (COMPILED, f"{CHECKPOINTING}.mode=budget", f"{CHECKPOINTING}.budget=0.5"), like="plain"),
+    Job("recomputed-auto", ("model.window=16", f"{CHECKPOINTING}.mode=auto"), like="windows"),
 )
 JOBS = {job.name: job for job in (*BY_DAY, *BY_NIGHT)}
 every_job = pytest.mark.parametrize(
@@ -139,8 +141,9 @@ every_job = pytest.mark.parametrize(
 @pytest.fixture(scope="module")
 def answers(request, stand_in, tmp_path_factory) -> dict[str, dict[str, Any]]:
     """What the selected tests ask, by job."""
-    every = {item.callspec.params["job"] for item in request.session.items if item.path == request.path}
-    chosen = [job for job in JOBS.values() if job.name in every or job.name == "plain"]
+    asked = {item.callspec.params["job"] for item in request.session.items if item.path == request.path}
+    asked |= {"plain", *(JOBS[name].like for name in asked)}
+    chosen = [job for job in JOBS.values() if job.name in asked]
     folder = tmp_path_factory.mktemp("trainings")
     jobs = folder / "jobs.json"
     jobs.write_text(json.dumps([{**attrs.asdict(job), "like": job.like or job.name} for job in chosen]))
