@@ -54,9 +54,9 @@ def main(job_toml: Path, plan: Path) -> None:
 
 
 _THREADS = 50 if torch.__version__ >= "2.13" else 500
-_THREADS += 100 * torch.cuda.is_available()
-"""Fewer than a rank has when it keeps the groups of twenty works. torch 2.11 does keep some. With GPUs there are twice
-as many groups, and a thread of autograd for each GPU."""
+_THREADS += 10_000 * torch.cuda.is_available()
+"""Fewer than a rank has when it keeps the groups of twenty works. torch 2.11 does keep some, and so does a rank with
+GPUs, some of each work of several ranks; what holds them is not known."""
 _OF_COMPILED = 20
 """Threads of the groups that compiled code holds, whatever is reset: there are a few dozen such works by night."""
 
