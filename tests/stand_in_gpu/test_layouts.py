@@ -11,8 +11,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 BY_DAY = ("fsdp2", "tp2", "cp2", "pp2-zero-bubble-v", "pp2-zero-bubble-v-compiled", "moe-ep2")
 ON_GPUS = ("run.device=cuda", "model.head_dim=16")
 """FlexAttention, which context parallelism and documents have there, takes no narrower heads."""
-NOT_HERE = ("ring", "rope", "latent", "stacked", "auto", "attention-dropout-cp")
-"""They have sizes of their own, for heads of 4 features, or a budget of memory; or a GPU cannot do it."""
+NOT_HERE = ("ring", "rope", "latent", "stacked", "auto", "attention-dropout-cp", "replayed")
+"""They have sizes of their own, for heads of 4 features, or a budget of memory; a GPU cannot do it; or what they are
+made of stays on the host."""
 
 
 def runs_here(name):
