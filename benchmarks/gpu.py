@@ -33,7 +33,7 @@ from forge_core.errors import nearest
 PATIENCE = 3
 """A step may take so many times what it took on a GPU when this was written."""
 TINY_LIMIT = 600
-"""Seconds that a step may take on a CPU."""
+"""Seconds that a step in small sizes may take."""
 
 
 def main() -> None:
