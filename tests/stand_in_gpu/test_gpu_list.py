@@ -12,7 +12,7 @@ SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "gpu.py"
 BY_DAY = ("documents", "tests", "attention", "float8")
 NOT_HERE = {
     "plugins/forge_plugins_monitor/tests/test_health.py::test_a_real_gpu_answers": "the driver's library",
-    "plugins/forge_plugins_parallel/tests/test_fp8.py::test_a_gpu_rounds_as_it_is_emulated[blockwise]": (
+    "plugins/forge_plugins_parallel/tests/test_float8_layers.py::test_a_gpu_rounds_as_it_is_emulated[blockwise]": (
         "Triton's kernels on a GPU, and products of blocks"
     ),
     "plugins/forge_plugins_parallel/tests/test_offload_and_prefetch.py::"
