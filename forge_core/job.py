@@ -272,18 +272,15 @@ def _completed(job: Job, name: str, catalog: Catalog, world_size: int | None) ->
         world_size = None  # what does not depend on it is checked all the same
     train, found = _with_batches(job.train, degrees)
     job, found_in_passes = _with_passes(attrs.evolve(job, train=train), catalog, world_size)
-    on_ranks = job if degrees is None else _with_degrees(job, degrees)
+    on_ranks = job  # with the number that ``dp_shard = -1`` stands for
+    if degrees is not None:
+        on_ranks = attrs.evolve(job, parallel=attrs.evolve(job.parallel, dp_shard=degrees["dp_shard"]))
     problems += [*found, *found_in_passes, *_section_problems(on_ranks), *_data_phase_problems(job)]
     problems += [*_base_problems(job, catalog), *_missing_problems(job, catalog)]
     for path, use in components(job):
         problems += _component_problems(path, use, on_ranks, catalog)
         problems += _factory_problems(path, use, catalog)
     return job, problems
-
-
-def _with_degrees(job: Job, degrees: Mapping[str, int]) -> Job:
-    """With the number that ``dp_shard = -1`` stands for among these ranks."""
-    return attrs.evolve(job, parallel=attrs.evolve(job.parallel, dp_shard=degrees["dp_shard"]))
 
 
 def _with_passes(job: Job, catalog: Catalog, world_size: int | None) -> tuple[Job, list[Problem]]:

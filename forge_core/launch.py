@@ -181,7 +181,7 @@ def _run_ranks(
     rank, how = failed
     if signals.stop is not None and was_told and how in (-signals.stop, INTERRUPTED):
         return _Ended(ExitCode.LOST_PEER, before_it_listened=True)
-    code = _code_of(rank, how, _read(outcome))
+    code = _code_of(rank, how, ExitCode(int(outcome.read_text())) if outcome.exists() else None)
     return _Ended(code, killed_by=max(0, -how), failed_to_stop=was_told and code == ExitCode.UNEXPECTED)
 
 
@@ -196,10 +196,6 @@ def _newest(checkpoints: Path) -> str:
     """Its name; empty if there is none."""
     store = CheckpointStore(checkpoints)
     return store.folder(steps[-1]).name if (steps := store.steps()) else ""
-
-
-def _read(outcome: Path) -> ExitCode | None:
-    return ExitCode(int(outcome.read_text())) if outcome.exists() else None
 
 
 def _code_of(rank: int, ended: int, own: ExitCode | None) -> ExitCode:

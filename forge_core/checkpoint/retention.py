@@ -46,7 +46,7 @@ def reasons_to_keep(
             "keep_last": step in newest,
             "keep_every": section.keep_every > 0 and step % section.keep_every == 0,
             "powers_of_two": _is_power_of_two(step, section),
-            "keep_best": step in best,
+            "keep_best": step in best or (section.keep_best > 0 and not best),  # none is known to be worse
         }
         return [reason for reason, it_does in holds.items() if it_does]
 

@@ -174,7 +174,7 @@ class CheckpointStore:
         here = run_on_rank0(self.steps)
         far = self._mirror.steps(here)
         if step not in here and step not in far:
-            there = _listed(sorted({*here, *far}))
+            there = ", ".join(map(str, sorted({*here, *far}))) or "none"
             raise ConfigError(f"{self.path} has no checkpoint of step {step}; there are {there}")
         found = self._opened(step, here, far, report)
         if not isinstance(found, Checkpoint):
@@ -409,7 +409,3 @@ def _may_be_folder(path: Path) -> bool:
         return path.is_dir()
     except OSError:
         return True  # what is wrong with it is said when it is looked at
-
-
-def _listed(steps: Sequence[int]) -> str:
-    return ", ".join(map(str, steps)) or "none"

@@ -117,9 +117,8 @@ def _load(record: Any, device: str) -> Any:
 
 def _is_in_order(stored: torch.Tensor, start: int) -> bool:
     """Its values are those from ``start`` on, one after the other, and torch need not make sense of them."""
-    if stored.layout is not torch.strided or not stored.is_contiguous() or stored.is_conj() or stored.is_neg():
-        return False
-    return stored.untyped_storage()._checkpoint_offset == start
+    is_plain = stored.layout is torch.strided and stored.is_contiguous() and not (stored.is_conj() or stored.is_neg())
+    return is_plain and stored.untyped_storage()._checkpoint_offset == start
 
 
 def _read(record: _Record, start: int, shape: Sequence[int], offsets: Sequence[int], into: Any) -> None:

@@ -74,7 +74,7 @@ class _StrictConverter(Converter):
         self.register_structure_hook_func(_is_mapping, self._mapping)
         self.register_structure_hook_func(_is_union, self._union)
         self.register_structure_hook_func(_is_literal, _literal)
-        self.register_structure_hook_func(_is_table, self._table)
+        self.register_structure_hook_func(lambda cls: isinstance(cls, type) and attrs.has(cls), self._table)
         self.register_structure_hook_func(lambda cls: slot_of(cls) is not None, self._component)
 
     def structure(self, value: Any, cls: Any) -> Any:
@@ -313,10 +313,6 @@ def _keyed_choice(key: str, value: Any, annotation: Any) -> Any:
 
 def _is_union(cls: Any) -> bool:
     return get_origin(cls) in (Union, UnionType)
-
-
-def _is_table(cls: Any) -> bool:
-    return isinstance(cls, type) and attrs.has(cls)
 
 
 def _unknown_keys(value: Mapping[str, Any], fields: Mapping[str, Any], missing: dict[str, Any]) -> list[Problem]:

@@ -191,8 +191,9 @@ class CheckpointSection:
     """Also keep those whose step is a multiple of this; 0 keeps none for that."""
     keep_best: int = attrs.field(default=0, validator=ge(0))
     """Also keep so many of the best by ``best_metric``."""
-    best_metric: Literal["eval/loss", "eval/perplexity"] = "eval/loss"
-    """A value of the evaluation that was made at the same step."""
+    best_metric: str = "eval/loss"
+    """A value that was measured at the same step: ``eval/loss``, ``eval/perplexity``, ``eval/loss/<source>`` of a
+    mixture, or ``eval/<label>/<value>`` of an entry of ``[[evaluations]]``."""
     best_is: Literal["lowest", "highest"] = "lowest"
     """Which of its values are good."""
     frozen: Literal["whole", "once"] = "whole"
@@ -238,7 +239,7 @@ class CheckpointSection:
             if getattr(self, key) and self.keep_last is None and self.mirror_keep_last is None:
                 yield key, "has no effect without keep_last, since all are kept; set how many of the newest to keep"
         if self.keep_best:
-            yield from self._check_best(job.eval.interval)
+            yield from self._check_best(job)
         if self.mirror is None and self.mirror_keep_last is not None:
             yield "mirror_keep_last", "has no effect without mirror"
         if self.load is not None and self.resume not in ("auto", "never"):
@@ -247,18 +248,23 @@ class CheckpointSection:
             at = f"load[{index}]" if isinstance(self.load, tuple) else "load"
             yield from ((f"{at}.{key}", sentence) for key, sentence in one.check())
 
-    def _check_best(self, evaluated: int) -> Objections:
-        """A checkpoint is judged by the evaluation of its own step."""
+    def _check_best(self, job: Job) -> Objections:
+        """A checkpoint is judged by an evaluation at its own step."""
+        intervals = dict.fromkeys(("eval/loss", "eval/perplexity"), ("eval.interval", job.eval.interval))
+        for index, use in enumerate(job.evaluations):
+            intervals[f"eval/{label_of(use)}/"] = f"evaluations[{index}].interval", getattr(use.config, "interval", 0)
+        found = [intervals[name] for name in intervals if self.best_metric.startswith(name)]
+        if not found:
+            choices = ", ".join(f"{name}<value>" if name.endswith("/") else name for name in intervals)
+            yield "best_metric", f"{self.best_metric!r} is not measured in this job; choose one of {choices}"
+            return
+        key, evaluated = found[-1]
         if not evaluated:
-            yield "keep_best", "nothing is evaluated to tell which are the best; set eval.interval"
+            yield "keep_best", f"nothing is evaluated to tell which are the best; set {key}"
         elif not self.interval:
             yield "keep_best", "the last checkpoint is the only one while checkpoint.interval = 0"
         elif self.interval % evaluated:
-            sentence = (
-                f"a checkpoint is judged by the evaluation at its step, so checkpoint.interval = {self.interval} must "
-                f"be a multiple of eval.interval = {evaluated}"
-            )
-            yield "keep_best", sentence
+            yield "keep_best", f"checkpoint.interval = {self.interval} must be a multiple of {key} = {evaluated}"
 
     def at_mirror(self) -> CheckpointSection:
         """The section as the mirror has it: it decides which checkpoints stay there."""

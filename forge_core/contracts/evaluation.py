@@ -48,22 +48,24 @@ class LossTotal:
     """A loss over many tokens, of all ranks."""
 
     total: float
-    """The sum over valid targets, in nats."""
+    """The sum over valid targets; in nats, if it has a perplexity."""
     count: float
     """Valid targets."""
     sources: Mapping[str, LossTotal] = attrs.field(factory=dict)
     """The same of each source, of data that are a mixture."""
     samples: Sequence[LossTotal] = ()
     """The same of each sample, in order, where they were asked for."""
+    has_perplexity: bool = True
+    """False for a loss that is no negative log-likelihood of targets (``Loss``)."""
 
     @property
     def mean(self) -> float:
-        """Nats a token; 0 without targets."""
+        """The loss a target; 0 without targets."""
         return self.total / max(self.count, 1)
 
     @property
     def perplexity(self) -> float:
-        """``exp(mean)``; infinity beyond what a float64 holds."""
+        """``exp(mean)``; infinity beyond what a float64 holds. It means something with ``has_perplexity``."""
         return math.inf if self.mean > 700 else math.exp(self.mean)
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import torch
     import torch.distributed as dist
     from torch import nn
@@ -67,6 +69,10 @@ class Loss(Protocol):
     of the batch as keywords, in training and in evaluations; entries by position are those of the positions of
     ``targets``. It is refused with training data that lack one. Batches that are evaluated may have none, such as a
     text: it is then called without them.
+
+    One that has an attribute ``has_perplexity = False`` is not the negative log-likelihood of its targets, such as an
+    error of reconstruction: evaluations name no perplexity of it. If it takes entries, this is about batches that have
+    them all; of others its loss is a likelihood.
     """
 
     def __call__(self, hidden: torch.Tensor, head: nn.Module, targets: torch.Tensor) -> LossSum:
@@ -86,11 +92,8 @@ def apply_loss(
     loss: Loss, hidden: torch.Tensor, head: nn.Module, targets: torch.Tensor, weights: torch.Tensor | None
 ) -> LossSum:
     """Call a loss, with weights if there are any; for losses that stand around another."""
-    if weights is None:
-        return loss(hidden, head, targets)
-    takes_weights: Any = loss
-    summed: LossSum = takes_weights(hidden, head, targets, weights)
-    return summed
+    call: Callable[..., LossSum] = loss
+    return call(hidden, head, targets) if weights is None else call(hidden, head, targets, weights)
 
 
 class LossFactory(Protocol):

@@ -54,10 +54,10 @@ class Console(Callback):
     def eval_end(self, run: RunContext, step: int, metrics: Mapping[str, float]) -> None:
         if "eval/loss" in metrics:
             ahead = "  looks ahead: later tokens are seen" if metrics.get("eval/looks_ahead") else ""
-            self.line(
-                f"step {step}  eval/loss {metrics['eval/loss']:.4f} nats a token  "
-                f"perplexity {metrics['eval/perplexity']:.3f}  ({metrics['eval/tokens']:,.0f} tokens){ahead}"
-            )
+            perplexity = metrics.get("eval/perplexity")
+            nats = "" if perplexity is None else f" nats a token  perplexity {perplexity:.3f}"
+            loss, n_targets = metrics["eval/loss"], metrics["eval/tokens"]
+            self.line(f"step {step}  eval/loss {loss:.4f}{nats}  ({n_targets:,.0f} tokens){ahead}")
         for label, values in itertools.groupby(sorted(metrics), lambda key: key.rpartition("/")[0]):
             if label != "eval":
                 found = "  ".join(f"{key.rpartition('/')[2]} {metrics[key]:,.6g}" for key in values)

@@ -139,14 +139,14 @@ def _build(setup: RunSetup) -> Built:
     job, build = setup.job, setup.build
     context = PassContext(setup.mesh, job, setup.device, entries=setup.entries)
     model = build_model(context, setup.vocab_size, setup.passes, build)
-    model.loss.refuse_entries(entries_of(setup.source))
+    model.loss.refuse_entries(entries := entries_of(setup.source))
+    if job.checkpoint.best_metric == "eval/perplexity" and not model.loss.has_perplexity(entries):
+        raise ConfigError(f"checkpoint.best_metric: {model.loss.words} has no perplexity; choose eval/loss")
     phases = PhasePlan(model.known)
     if job.phases:
         phases = build(build.resolve("phase_plan", PHASE_PLAN), job=job, parameters=model.parameters, known=model.known)
     if job.checkpoint.frozen == "once" and not phases.always_frozen:
-        raise ConfigError(
-            'checkpoint.frozen: "once" has no effect, as the run trains all parameters at some time; remove it'
-        )
+        raise ConfigError('checkpoint.frozen: "once" has no effect, as each parameter is trained; remove it')
     return Built(model, build_optimizer(job, model, build), phases)
 
 

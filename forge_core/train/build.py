@@ -319,13 +319,7 @@ def allocate(model: nn.Module, device: torch.device, *, on_host: bool = False) -
     for (owner, name), *others in tied:
         for other, other_name in others:
             setattr(other, other_name, getattr(owner, name))
-    if on_host:
-        _move_buffers(model, device)
-
-
-def _move_buffers(model: nn.Module, device: torch.device) -> None:
-    """Give buffers other memory, with what is in it undefined."""
-    for module in model.modules():
+    for module in model.modules() if on_host else ():
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, torch.empty_like(buffer, device=device))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from numbers import Real
 from typing import Any
@@ -55,6 +55,10 @@ class CheckedLoss:
         if sums is None and "weights" not in batch and not taken:
             return inputs, self
         return inputs, _LossOfBatch(self, batch.get("weights"), parts, sums, taken)
+
+    def has_perplexity(self, entries: Iterable[str]) -> bool:
+        """Return whether its loss of a batch with these entries is a negative log-likelihood."""
+        return getattr(self._loss, "has_perplexity", True) or not set(self._taken).issubset(entries)
 
     def look(self, steps: int) -> None:
         """Look into a call of the next ``steps`` steps."""

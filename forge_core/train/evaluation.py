@@ -115,6 +115,10 @@ class Evaluations:
         except GivenUpError:  # a resumed run evaluates again
             return {}
         run.record({"step": step, **values})
+        best = job.checkpoint.best_metric
+        alike = [name for name in values if name.split("/")[:2] == best.split("/")[:2]]
+        if job.checkpoint.keep_best and alike and best not in values:
+            run.log(f"step {step}: checkpoint.best_metric = {best!r} was not measured, only {', '.join(alike)}")
         run.emit("eval_end", step=step, metrics=values)
         self.metrics.restart()
         return values
@@ -123,7 +127,8 @@ class Evaluations:
 def held_out_loss(context: ModelEvaluator, validation: DataSource, samples: int) -> dict[str, float]:
     """The values of ``[eval]``."""
     loss = context.losses(validation, samples=samples)
-    values = {"eval/loss": loss.mean, "eval/perplexity": loss.perplexity, "eval/tokens": loss.count}
+    perplexity = {"eval/perplexity": loss.perplexity} if loss.has_perplexity else {}
+    values = {"eval/loss": loss.mean, **perplexity, "eval/tokens": loss.count}
     values |= {f"eval/loss/{name}": of_one.mean for name, of_one in loss.sources.items() if of_one.count}
     if context.looks_ahead():
         values["eval/looks_ahead"] = 1

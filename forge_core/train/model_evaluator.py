@@ -72,13 +72,14 @@ class ModelEvaluator:
     def losses(self, source: DataSource, *, samples: int = 0, by: Literal["source", "sample"] = "source") -> LossTotal:
         """Same as ``EvaluationContext.losses``."""
         sums = torch.zeros(2, dtype=self._wide(), device=self.device)
-        n_targets, loss = 0, self._model.loss
+        n_targets, loss, has_perplexity = 0, self._model.loss, True
         names: Sequence[str] = source.names if by == "source" and isinstance(source, NamesSources) else ()
         n_parts = min(samples or len(source), len(source)) if by == "sample" else len(names)
         loss.sums_of_sources = zeros_of_sources(n_parts, self.device) if n_parts else None
         try:
             for batch, numbers in self._numbered_batches(source, samples):
                 n_targets += count_targets(batch)
+                has_perplexity &= loss.has_perplexity(batch)
                 on_device = to_device(batch, self.device)
                 loss.parts_of_rows = numbers if by == "sample" else None
                 sums += torch.stack(self._model.executor.evaluate(on_device))
@@ -90,15 +91,15 @@ class ModelEvaluator:
         if sums.dtype == torch.float64:  # fp32 does not count beyond 2**24
             self._model.loss.refuse_count(count, n_valid)
         if of_parts is None:
-            return LossTotal(total, count)
+            return LossTotal(total, count, has_perplexity=has_perplexity)
         totals = [LossTotal(*one) for one in self._mesh.sum_over(of_parts, LOSS_AXES).tolist()]
         if by == "source":
-            return LossTotal(total, count, dict(zip(names, totals, strict=True)))
+            return LossTotal(total, count, dict(zip(names, totals, strict=True)), has_perplexity=has_perplexity)
         if sum(one.count for one in totals) != count:
             raise PluginError(
                 f"{loss.words} does not tell the loss of each position (LossSum.each), nor of each sample"
             )
-        return LossTotal(total, count, samples=totals)
+        return LossTotal(total, count, samples=totals, has_perplexity=has_perplexity)
 
     def batches(self, source: DataSource, *, samples: int = 0) -> Iterator[Batch]:
         """Same as ``EvaluationContext.batches``."""

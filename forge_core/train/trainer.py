@@ -68,7 +68,7 @@ class Trainer:
         self.restore_callbacks()
         if save_first:
             self.saving.save_first()
-        self.replicas.join(self.step, self._give_state, self._take_state)
+        self.replicas.join(self.step, lambda: give_state(self.saving.contents, self.step), self._take_state)
         self.metrics.restart()
         for microbatches in self._microbatches_of_steps():
             self.step += 1
@@ -211,9 +211,6 @@ class Trainer:
         stopped = run.consensus.reason() if self.step < run.job.train.steps else ""
         run.emit("run_end", step=self.step, stopped=stopped)
         return stopped
-
-    def _give_state(self) -> LiveState:
-        return give_state(self.saving.contents, self.step)
 
     def _take_state(self, state: LiveState) -> int:
         self.saving.finish()  # what is being saved must not change

@@ -196,6 +196,13 @@ def test_a_resumed_run_goes_on_exactly(trained):
     assert resumed == straight
 
 
+def test_an_error_of_reconstruction_has_no_perplexity(trained):
+    said = forge(trained, "eval", "runs/topk_sae", "--evaluation", "perplexity")
+
+    assert "eval/perplexity/loss" in said
+    assert "eval/perplexity/perplexity" not in said
+
+
 def test_codes_are_a_site_like_any_other(trained):
     said = forge(trained, "sites", "runs/topk_sae", "--json")
     listed = json.loads(said[said.index("[") :])

@@ -23,7 +23,6 @@ TAKEN = ("warm_start", "phase_plan")
         (["keep_last=1", "keep_best=2"], "checkpoint.keep_best: nothing is evaluated"),
         (["keep_best=2", "best_is=highest"], "checkpoint.keep_best: has no effect without keep_last"),
         (["best_metric=eval/perplexity"], "checkpoint.best_metric: has no effect without keep_best"),
-        (["best_metric=eval/accuracy"], '"eval/accuracy" is not allowed'),
         (["keep_last=0"], "checkpoint.keep_last"),
         (["interval=-1"], "checkpoint.interval"),
         (['load.path="x"', "resume=x"], "checkpoint.load: has no effect: checkpoint.resume = 'x' starts from a whole"),

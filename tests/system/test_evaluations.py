@@ -122,6 +122,30 @@ def test_what_cannot_be_evaluated_is_refused(tiny, entry, sentence):
     assert sentence in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    ("metric", "interval", "sentence"),
+    [
+        (
+            "eval/acuracy/accuracy",
+            5,
+            "'eval/acuracy/accuracy' is not measured in this job; choose one of eval/loss, eval/perplexity, eval/held/",
+        ),
+        ("eval/held", 5, "checkpoint.best_metric: 'eval/held' is not measured in this job"),
+        ("eval/held/accuracy", 0, "nothing is evaluated to tell which are the best; set evaluations[0].interval"),
+        ("eval/held/accuracy", 4, "checkpoint.interval = 10 must be a multiple of evaluations[0].interval = 4"),
+        ("eval/loss/web", 5, "nothing is evaluated to tell which are the best; set eval.interval"),
+    ],
+)
+def test_a_value_by_which_no_checkpoint_can_be_judged_is_refused(tiny, metric, interval, sentence):
+    keep = f"checkpoint={{interval=10, keep_last=1, keep_best=2, best_metric='{metric}'}}"
+    evaluations = f"evaluations=[{{name='accuracy', label='held', interval={interval}}}]"
+
+    with pytest.raises(ConfigProblems) as refused:
+        load_job(tiny.config, [keep, evaluations, "eval.interval=0"], catalog=discover(), world_size=1)
+
+    assert sentence in str(refused.value)
+
+
 def test_data_that_are_not_there_are_named_before_anything_is_built(tiny, capsys):
     entry = 'evaluations=[{name="perplexity", data={name="text_files", path="nowhere"}}]'
 

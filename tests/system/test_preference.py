@@ -1,6 +1,7 @@
 """Preference tuning from its reference on: what the commands say, write and refuse."""
 
 import json
+import math
 import re
 import shutil
 import subprocess
@@ -79,8 +80,15 @@ def test_a_run_begins_where_the_reference_is_and_leaves_it_the_right_way(begun, 
     evaluated = [line for line in lines if "eval/loss" in line]
     assert evaluated[-1]["eval/loss"] < evaluated[0]["eval/loss"] < 0.69
     assert 4 <= evaluated[0]["eval/tokens"] <= 14  # pairs
+    said = capsys.readouterr().out
+    assert re.search(r"eval/loss \d\.\d{4}  \(\d+ tokens\)$", said, re.M)
+    assert "perplexity" not in said
+    assert "eval/perplexity" not in evaluated[-1]
+
     text = ["--evaluation", "perplexity", f"data={{name='text_files', path='{begun.folder}/text'}}"]
-    assert main(["eval", str(begun.path("tuned")), *text]) == 0  # a text has no pairs
+    assert main(["eval", str(begun.path("tuned")), "--json", *text]) == 0  # a text has no pairs
+    found = json.loads(capsys.readouterr().out)
+    assert found["eval/perplexity/perplexity"] == pytest.approx(math.exp(found["eval/perplexity/loss"]))
 
 
 @pytest.mark.parametrize(
@@ -118,6 +126,10 @@ NO_REFERENCE = "data={{name='preference_pairs', path='{folder}/pairs.jsonl'}}"
         (
             ["model.multi_token={depths=1}"],
             "which forge-plugins-dense:transformer cannot give to its targets of tok",
+        ),
+        (
+            ["checkpoint={interval=5, keep_last=1, keep_best=1, best_metric='eval/perplexity'}", "eval.interval=5"],
+            "checkpoint.best_metric: loss 'dpo' of forge-plugins-optim 0.1.0 has no perplexity; choose eval/loss",
         ),
         (["data.rejected_field=worse"], "line 1 has no 'worse'; its keys are prompt, chosen, rejected"),
     ],

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import fork_server
-from forge_core.checkpoint.store import open_checkpoint
+from forge_core.checkpoint.store import CheckpointStore, open_checkpoint
 from forge_core.cli import main
 from forge_core.train.executor import PlainExecutor
 from forge_core.train.trainer import Trainer
@@ -96,6 +96,31 @@ def test_evaluations_cover_the_whole_validation_set_and_the_last_step(finished):
     assert lines[1]["eval/loss"] < lines[0]["eval/loss"]
     assert lines[1]["eval/perplexity"] == pytest.approx(2.718281828459045 ** lines[1]["eval/loss"])
     assert lines[0]["eval/tokens"] == lines[1]["eval/tokens"] > 1000
+
+
+BEST_BY_ACCURACY = (
+    "train.steps=8",
+    "checkpoint={interval=2, keep_last=1, keep_best=1, best_is='highest', best_metric='eval/accuracy/accuracy'}",
+    "evaluations=[{name='accuracy', interval=2}]",
+)
+
+
+def test_the_best_checkpoint_is_told_by_any_value_of_an_evaluation(shared_tiny):
+    lines = shared_tiny.completed("run.name=best", *BEST_BY_ACCURACY)
+
+    measured = {line["step"]: line["eval/accuracy/accuracy"] for line in lines if "eval/accuracy/accuracy" in line}
+    assert [*measured] == [2, 4, 6, 8]
+    assert len({*measured.values()}) > 1
+    steps = CheckpointStore(shared_tiny.path("best") / "checkpoints").steps()
+    assert steps == sorted({max(measured, key=lambda step: (measured[step], -step)), 8})
+
+
+def test_a_value_that_an_evaluation_does_not_give_is_named_and_no_checkpoint_is_lost(shared_tiny, capsys):
+    shared_tiny.completed("run.name=unmeasured", *BEST_BY_ACCURACY, "checkpoint.best_metric=eval/accuracy/precision")
+
+    said = capsys.readouterr().out
+    assert "step 2: checkpoint.best_metric = 'eval/accuracy/precision' was not measured, only eval/accuracy/acc" in said
+    assert CheckpointStore(shared_tiny.path("unmeasured") / "checkpoints").steps() == [2, 4, 6, 8]
 
 
 def test_the_perplexity_of_what_is_no_number_is_none_either(shared_tiny, monkeypatch, capsys):

@@ -142,6 +142,22 @@ def test_training_data_without_the_entries_of_the_loss_are_refused_and_so_is_a_l
     CheckedLoss(comparing, "the loss").refuse_entries(PAIRED)
 
 
+def test_a_loss_says_whether_it_has_a_perplexity_of_batches_with_its_entries():
+    def error(hidden, head, targets):
+        """The model's own."""
+
+    def of_pairs(hidden, head, targets):
+        """Of a batch with hints alone it is the likelihood."""
+
+    error.has_perplexity = of_pairs.has_perplexity = False
+    of_pairs.takes_entries = comparing.takes_entries
+
+    assert CheckedLoss(comparing, "the loss").has_perplexity(PAIRED)
+    assert not CheckedLoss(error, "the loss").has_perplexity(TEXT)
+    assert not CheckedLoss(of_pairs, "the loss").has_perplexity(PAIRED)
+    assert CheckedLoss(of_pairs, "the loss").has_perplexity([*TEXT, "hints"])
+
+
 def test_the_shape_of_an_entry_is_that_of_a_batch_as_far_as_it_is_known():
     image = Entry(dims=("sample", "image", "height"), sizes=(None, None, 8), dtype="float32")
 

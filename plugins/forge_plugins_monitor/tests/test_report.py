@@ -90,7 +90,7 @@ def losses(n, scale=1.0):
 def test_every_metric_is_drawn_once_with_the_values_of_the_file(make_run, report):
     line = {"step": 1, "loss": 2.5, "loss/web": 2.25, "tokens": 64, "tokens/web": 32, "grad_norm": 1, "lr": 1e-3}
     more = {"tokens_per_second": 10.0, "mfu": 0.5, "memory_gib": 2.0, "update_ratio/head": 0.25, "skipped": 0}
-    run = make_run("a", [line | more, {"step": 1, "eval/loss": 3.5, "eval/tokens": 7}])
+    run = make_run("a", [line | more, {"step": 1, "eval/loss": 3.5, "eval/perplexity": 33, "eval/tokens": 7}])
 
     _, page = report(run)
 
@@ -99,6 +99,7 @@ def test_every_metric_is_drawn_once_with_the_values_of_the_file(make_run, report
     assert {title: curves[0]["y"][0] for title, curves in drawn.items()} == {
         "Training loss": 2.5,
         "eval/loss": 3.5,
+        "eval/perplexity": 33,
         "Learning rate": 1e-3,
         "Gradient norm, before clipping": 1,
         "Throughput": 10,
@@ -112,6 +113,12 @@ def test_every_metric_is_drawn_once_with_the_values_of_the_file(make_run, report
         "eval/tokens": 7,
     }
     assert page.charts["Training loss"]["unit"] == page.charts["eval/loss"]["unit"] == "nats a token"
+
+
+def test_a_loss_without_a_perplexity_is_not_in_nats(make_run, report):
+    _, page = report(make_run("a", [*losses(2), {"step": 2, "eval/loss": 3.5, "eval/tokens": 7}]))
+
+    assert page.charts["Training loss"]["unit"] == page.charts["eval/loss"]["unit"] == ""
 
 
 def test_the_page_needs_nothing_from_elsewhere(make_run, report):

@@ -137,6 +137,16 @@ def test_a_loss_around_one_without_weights_takes_none_either(outer) -> None:
     assert not OUTER[outer](plain).takes_weights
 
 
+@each_outer
+def test_a_loss_around_one_without_a_perplexity_has_none_either(outer) -> None:
+    def error(hidden: torch.Tensor, head: torch.nn.Module, targets: torch.Tensor) -> LossSum:
+        return plain(hidden, head, targets)
+
+    error.has_perplexity = False  # type: ignore[attr-defined]  # of a function
+    assert OUTER[outer](plain).has_perplexity
+    assert not OUTER[outer](error).has_perplexity
+
+
 @each_inner
 @each_outer
 def test_nothing_to_learn_is_a_finite_zero_with_a_gradient(inner, outer) -> None:

@@ -43,6 +43,7 @@ class DPO:
 
     takes_weights = True
     takes_entries = ("answers", "document", "reference")
+    has_perplexity = False
 
     def __init__(self, loss: Loss, beta: float, label_smoothing: float) -> None:
         self._loss = loss

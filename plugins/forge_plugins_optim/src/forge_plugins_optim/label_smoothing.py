@@ -40,6 +40,7 @@ class LabelSmoothing:
         self._loss = loss
         self._smoothing = smoothing
         self.takes_weights = getattr(loss, "takes_weights", False)
+        self.has_perplexity = getattr(loss, "has_perplexity", True)
 
     def __call__(
         self, hidden: torch.Tensor, head: nn.Module, targets: torch.Tensor, weights: torch.Tensor | None = None

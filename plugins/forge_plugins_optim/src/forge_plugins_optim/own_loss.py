@@ -18,6 +18,8 @@ def own_loss(config: OwnLossConfig, /) -> OwnLoss:
 class OwnLoss:
     """It stands where a loss must be named, and is not called by a model that has one of its own."""
 
+    has_perplexity = False
+
     def __call__(self, hidden: torch.Tensor, head: nn.Module, targets: torch.Tensor) -> LossSum:
         """
         Raises:

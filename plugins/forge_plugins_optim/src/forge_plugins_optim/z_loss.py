@@ -48,6 +48,7 @@ class ZLoss:
         self._loss = loss
         self._coefficient = coefficient
         self.takes_weights = getattr(loss, "takes_weights", False)
+        self.has_perplexity = getattr(loss, "has_perplexity", True)
 
     def __call__(
         self, hidden: torch.Tensor, head: nn.Module, targets: torch.Tensor, weights: torch.Tensor | None = None

@@ -88,6 +88,8 @@ def _rank(name: str) -> tuple[int, int]:
 
 def _chart(name: str, runs: Sequence[RunRecord], most_points: int = MOST_POINTS) -> Chart:
     title, unit = TITLES.get(name, (name, _unit(name)))
+    if unit == NATS and not all(map(_has_perplexity, runs)):
+        unit = ""
     return Chart(
         title=title,
         unit=unit,
@@ -95,6 +97,12 @@ def _chart(name: str, runs: Sequence[RunRecord], most_points: int = MOST_POINTS)
         with_events=name in _WITH_EVENTS,
         most_points=most_points,
     )
+
+
+def _has_perplexity(run: RunRecord) -> bool:
+    """Whether its loss is a likelihood, as far as is known: evaluations name the perplexity of such a loss alone."""
+    names = run.metrics()
+    return "eval/perplexity" in names or "eval/loss" not in names
 
 
 def _unit(name: str) -> str:
