@@ -6,7 +6,6 @@ Text is run only if it is trusted: read from a file that a configuration names, 
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 import sys
@@ -14,7 +13,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from importlib.machinery import SourceFileLoader
 from importlib.util import module_from_spec, spec_from_loader
-from traceback import extract_tb
 from types import CodeType, ModuleType
 from typing import Any, TypeVar
 
@@ -141,6 +139,8 @@ def _module(name: str, text: str) -> ModuleType:
             raise ConfigError(f"{name}, line {error.lineno}: {error.msg}") from error
         if not isinstance(error, (Exception, SystemExit)):
             raise
+        from traceback import extract_tb
+
         line = next((one.lineno for one in reversed(extract_tb(error.__traceback__)) if one.filename == name), None)
         alone = ". A plugin file imports installed packages, and no file beside it" * isinstance(error, ImportError)
         words = str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}{alone}"
@@ -182,4 +182,6 @@ def _component(
 
 
 def _digest(text: str) -> str:
+    import hashlib  # OpenSSL takes 4 ms to load, and few jobs have files
+
     return hashlib.sha256(text.encode()).hexdigest()
