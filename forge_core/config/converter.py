@@ -275,8 +275,7 @@ def _path(value: Any, _: Any) -> Path:
 
 
 def _is_literal(cls: Any) -> bool:
-    origin: Any = get_origin(cls)
-    return origin is Literal
+    return get_origin(cls) is Literal
 
 
 def _literal(value: Any, cls: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from fnmatch import fnmatchcase
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -250,12 +251,12 @@ class CheckpointSection:
 
     def _check_best(self, job: Job) -> Objections:
         """A checkpoint is judged by an evaluation at its own step."""
-        intervals = dict.fromkeys(("eval/loss", "eval/perplexity"), ("eval.interval", job.eval.interval))
+        measured = dict.fromkeys(("eval/loss", "eval/perplexity", "eval/loss/?*"), ("eval.interval", job.eval.interval))
         for index, use in enumerate(job.evaluations):
-            intervals[f"eval/{label_of(use)}/"] = f"evaluations[{index}].interval", getattr(use.config, "interval", 0)
-        found = [intervals[name] for name in intervals if self.best_metric.startswith(name)]
+            measured[f"eval/{label_of(use)}/?*"] = f"evaluations[{index}].interval", getattr(use.config, "interval", 0)
+        found = [measured[pattern] for pattern in measured if fnmatchcase(self.best_metric, pattern)]
         if not found:
-            choices = ", ".join(f"{name}<value>" if name.endswith("/") else name for name in intervals)
+            choices = ", ".join(measured).replace("?*", "<value>")
             yield "best_metric", f"{self.best_metric!r} is not measured in this job; choose one of {choices}"
             return
         key, evaluated = found[-1]

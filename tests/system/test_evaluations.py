@@ -128,9 +128,11 @@ def test_what_cannot_be_evaluated_is_refused(tiny, entry, sentence):
         (
             "eval/acuracy/accuracy",
             5,
-            "'eval/acuracy/accuracy' is not measured in this job; choose one of eval/loss, eval/perplexity, eval/held/",
+            "not measured in this job; choose one of eval/loss, eval/perplexity, eval/loss/<value>, eval/held/<value>",
         ),
         ("eval/held", 5, "checkpoint.best_metric: 'eval/held' is not measured in this job"),
+        ("eval/held/", 5, "checkpoint.best_metric: 'eval/held/' is not measured in this job"),
+        ("eval/losss", 5, "checkpoint.best_metric: 'eval/losss' is not measured in this job"),
         ("eval/held/accuracy", 0, "nothing is evaluated to tell which are the best; set evaluations[0].interval"),
         ("eval/held/accuracy", 4, "checkpoint.interval = 10 must be a multiple of evaluations[0].interval = 4"),
         ("eval/loss/web", 5, "nothing is evaluated to tell which are the best; set eval.interval"),
