@@ -43,7 +43,9 @@ KNOWN: Mapping[str, Entry] = {
     **{name: Entry(dims=("sample", "position")) for name in ("tokens", "targets", "positions", "document")},
     "weights": Entry(dims=("sample", "position"), dtype="float32", wanted_by="engine"),
 }
-"""Entries that need no description. ``weights`` are those of targets in the training loss: finite, and not negative."""
+"""Entries that need no description. ``positions`` count from 0 in each document, and are −1 at padding: layers leave it
+out, such as routers of experts, and it is no token that is counted. ``weights`` are those of targets in the training
+loss: finite, and not negative."""
 
 
 @runtime_checkable

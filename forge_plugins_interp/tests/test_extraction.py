@@ -20,7 +20,6 @@ import torch
 import forge_plugins_interp as interp
 import fork_server
 from forge_core.cli import main
-from forge_core.contracts.loss import IGNORED
 from forge_core.contracts.observation import Site
 from forge_core.errors import ConfigError
 from forge_plugins_interp import sample_check
@@ -471,14 +470,12 @@ def test_the_manifest_says_where_a_store_comes_from(alone):
     assert "forge-core" in origin["versions"]
 
 
-def test_a_last_document_without_targets_is_padding():
-    document = torch.tensor([[0, 0, 1, 1], [0, 0, 0, 0], [0, 1, 1, 1]])
-    targets = torch.tensor([[5, IGNORED, IGNORED, IGNORED], [5, 6, 7, IGNORED], [IGNORED, 5, IGNORED, IGNORED]])
-    batch = {"tokens": torch.zeros(3, 4, dtype=torch.int64), "document": document, "targets": targets}
+def test_positions_below_zero_are_padding():
+    batch = {"tokens": torch.zeros(2, 4, dtype=torch.int64)}
 
-    assert token_mask(batch, 3, 4).sum(1).tolist() == [2, 4, 4]
-    positions = torch.tensor([[0, 1, 2, -1]] * 3)
-    assert token_mask({**batch, "positions": positions}, 3, 4).sum(1).tolist() == [3, 3, 3]
+    assert token_mask(batch, 2, 4).all()
+    positions = torch.tensor([[0, 1, 2, -1], [0, 1, -1, -1]])
+    assert token_mask({**batch, "positions": positions}, 2, 4).sum(1).tolist() == [3, 2]
 
 
 @pytest.mark.gpu

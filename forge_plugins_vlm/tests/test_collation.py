@@ -146,7 +146,9 @@ def test_the_entries_have_the_shapes_of_the_contract(tmp_path, picture, open_sou
     assert (batch["pixels"][2] == 0).all()
     assert np.array_equal(batch["pixels"][0, 0], batch["pixels"][1, 0])
     assert batch["image_range"].shape == (3, 16, 3)
-    assert {"document", "positions", "tile_sizes"}.isdisjoint(batch)
+    assert {"document", "tile_sizes"}.isdisjoint(batch)
+    assert ((batch["positions"] == -1) | (batch["positions"] == np.arange(16))).all()
+    assert (batch["positions"] == -1).sum(1).tolist() == [12, 10, 14]
     assert source.read(np.array([2]))["pixels"].shape == (1, 1, 3, 8, 8)
 
 
@@ -173,7 +175,7 @@ def test_packing_binds_images_to_their_documents(tmp_path, picture, open_source)
     assert batch["tokens"][0, :13].tolist() == ids(f"{I} a {E} what ? no {E} {I} ? yes {E}")
     assert batch["targets"][0, :13].tolist() == ids(f". a {E} . . no {E} . . . yes {E} .")
     assert batch["document"][0].tolist() == [0] * 4 + [1] * 4 + [2] * 5 + [3] * 3
-    assert batch["positions"][0].tolist() == [*range(4), *range(4), *range(5), *range(3)]
+    assert batch["positions"][0].tolist() == [*range(4), *range(4), *range(5), -1, -1, -1]
     assert batch["image_slots"][0, :13].tolist() == [0, 1, -1, -1, -1, -1, -1, -1, 2, 3, -1, -1, -1]
     assert batch["image_range"][0, :13].tolist() == [[0, 0, 1]] * 4 + [[1, 1, 1]] * 4 + [[1, 1, 2]] * 5
 

@@ -93,6 +93,7 @@ def test_padding_is_not_seen_in_both_directions_either():
     seen = image_mask({"image_slots": slots, "image_range": bounds}, None, positions)[0, 0]
 
     assert not seen[2:, :2].any()
+    assert seen.any(1).all()  # no row is empty, for which kernels have no softmax
     assert seen[2:6, 2:6].all()
     assert seen[6, 2:].all()
     assert not seen[2:6, 6].any()

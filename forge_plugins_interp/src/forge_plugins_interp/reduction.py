@@ -9,7 +9,6 @@ from typing import Literal
 import attrs
 import torch
 
-from forge_core.contracts.loss import IGNORED
 from forge_core.contracts.observation import Site
 from forge_core.errors import ConfigError
 from forge_plugins_interp.principal_components import PrincipalComponents
@@ -156,18 +155,10 @@ def _tokens(value: torch.Tensor, is_kept: torch.Tensor) -> torch.Tensor:
 
 
 def token_mask(batch: Mapping[str, torch.Tensor], n_samples: int, n_positions: int) -> torch.Tensor:
-    """The positions of each sample that are tokens, ``(B, T)`` bool, and not padding at its end: positions of −1, or in
-    a packed sample a last document without any target."""
-    positions, document, targets = (batch.get(name) for name in ("positions", "document", "targets"))
-    if positions is not None and bool((positions < 0).any()):
-        lengths = (positions >= 0).sum(1)
-    elif document is None or targets is None:
-        lengths = torch.full((n_samples,), n_positions)
-    else:
-        is_last = document == document[:, -1:]
-        has_targets = ((targets != IGNORED) & is_last).any(1)
-        lengths = torch.where(has_targets, n_positions, n_positions - is_last.sum(1))
-    return torch.arange(n_positions) < lengths[:, None]
+    """The positions of each sample that are tokens, ``(B, T)`` bool, and not padding at its end."""
+    if "positions" in batch:
+        return batch["positions"] >= 0
+    return torch.ones(n_samples, n_positions, dtype=torch.bool)
 
 
 def _directions(width: int, features: int, seed: int) -> torch.Tensor:

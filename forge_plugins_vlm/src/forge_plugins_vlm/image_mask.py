@@ -18,7 +18,8 @@ def image_mask(
     Args:
         images: ``image_slots`` ``(B, S)`` and ``image_range`` ``(B, S, 3)``.
         document: ``(B, S)`` int64.
-        positions: ``(B, S)`` int64, −1 at padding, which nothing sees.
+        positions: ``(B, S)`` int64, −1 at padding, which nothing else sees; it sees itself, so that no row is
+            empty.
 
     Returns:
         ``(B, 1, S, S)`` bool.
@@ -31,5 +32,5 @@ def image_mask(
     if document is not None:
         mask &= document[:, :, None] == document[:, None]
     if positions is not None:
-        mask &= (positions >= 0)[:, None]
+        mask &= (positions >= 0)[:, None] | (place[:, None] == place)
     return mask[:, None]

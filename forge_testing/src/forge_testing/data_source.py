@@ -186,9 +186,18 @@ class DataSourceConformance(ComponentCase):
         document, positions = batch["document"], batch["positions"]
 
         same = document[:, 1:] == document[:, :-1]
-        steps = positions[:, 1:] - positions[:, :-1]
-        assert (steps[same] == 1).all(), "positions must count up by 1 inside a document"
-        assert (positions[:, 1:][~same] == 0).all(), "positions must start at 0 where a new document does"
+        steps, padding = positions[:, 1:] - positions[:, :-1], positions[:, 1:] == -1
+        assert (steps[same & ~padding] == 1).all(), "positions must count up by 1 inside a document"
+        assert (positions[:, 1:][~same & ~padding] == 0).all(), "positions must start at 0 where a new document does"
+
+    def test_padding_has_no_targets(self) -> None:
+        batch = _read(self.open(), _some_indices(self.open()))
+        if not {"targets", "positions"} <= set(batch):
+            pytest.skip("the source gives no positions")
+        targets, positions = batch["targets"], batch["positions"]
+
+        assert (positions >= -1).all(), "positions must be -1 at padding, and else count from 0"
+        assert (targets[positions == -1] == IGNORED).all(), f"targets must be {IGNORED} at padding (positions of -1)"
 
     def test_entries_are_as_they_are_described(self) -> None:
         source = self.open()

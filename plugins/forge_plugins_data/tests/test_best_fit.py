@@ -88,12 +88,13 @@ def test_documents_that_fit_are_whole_and_apart(seed):
     for tokens, targets, document, positions in rows:
         for number in range(document.max() + 1):
             own = document == number
-            np.testing.assert_array_equal(positions[own], np.arange(own.sum()))
             assert targets[own][-1] == -100
             if (targets[own] != -100).any():
+                np.testing.assert_array_equal(positions[own], np.arange(own.sum()))
                 found.append(tokens[own].tolist())
                 assert targets[own][:-1].tolist() == found[-1][1:]
-            else:  # what is left of the sample
+            else:  # padding
+                assert set(positions[own].tolist()) == {-1}
                 assert set(tokens[own].tolist()) == {END}
                 assert number == document.max()
     assert sorted(found) == sorted(texts)
@@ -106,7 +107,8 @@ def test_without_a_mask_documents_follow_each_other_as_in_windows():
 
     assert batch["tokens"].tolist() == [[1, 2, END, 3, 4, 5, END, 6, END, END]]
     assert batch["targets"].tolist() == [[2, END, 3, 4, 5, END, 6, END, -100, -100]]
-    assert batch.keys() == {"tokens", "targets"}
+    assert batch["positions"].tolist() == [[*range(9), -1]]
+    assert batch.keys() == {"tokens", "targets", "positions"}
 
 
 def test_a_long_document_is_cut_into_whole_samples_and_a_rest():
@@ -147,7 +149,7 @@ def test_documents_without_an_end_are_apart_too():
     batch = source.read(np.array([0]))
 
     assert batch["document"].tolist() == [[0] * 5 + [1] * 5 + [2] * 5 + [3]]
-    assert batch["positions"].tolist() == [[*range(5), *range(5), *range(5), 0]]
+    assert batch["positions"].tolist() == [[*range(5), *range(5), *range(5), -1]]
     assert batch["targets"].tolist() == [[1, 1, 1, 1, -100, 2, 2, 2, 2, -100, 3, 3, 3, 3, -100, -100]]
 
 

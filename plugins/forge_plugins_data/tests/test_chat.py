@@ -9,9 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tokenizers
+import torch
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from forge_core.errors import ConfigError
+from forge_core.train.scales import count_tokens
 from forge_plugins_data.answers_config import ChatConfig, PromptCompletionConfig
 from forge_plugins_data.chat import open_chat
 from forge_plugins_data.prompt_completion import open_prompt_completion
@@ -198,13 +200,13 @@ def test_conversations_share_a_sample_and_stay_apart(tmp_path, folder, open_chat
     assert len(source) == 1
     assert batch.keys() == {"tokens", "targets", "document", "positions"}
     document, positions, targets = (batch[name][0] for name in ("document", "positions", "targets"))
-    assert document.max() == 3  # and what is left
-    for number in range(4):
-        assert positions[document == number].tolist() == list(range((document == number).sum()))
-        assert targets[document == number][-1] == -100
+    assert document.max() == 3  # and the padding
+    assert set(positions[document == 3].tolist()) == {-1}
     assert (targets[document == 3] == -100).all()
+    assert count_tokens({name: torch.from_numpy(values) for name, values in batch.items()}) == (document < 3).sum()
     for number in range(3):
         own = batch["tokens"][0][document == number]
+        assert positions[document == number].tolist() == list(range(len(own)))
         learned = targets[document == number] != -100
         assert (targets[document == number][learned] == np.append(own[1:], -100)[learned]).all()
 

@@ -147,6 +147,19 @@ def test_weights_within_a_source_are_multiplied_by_its_own(open_mixture, monkeyp
     assert set(np.unique(batch["source"])) == {0, 1}
 
 
+def test_padding_of_one_source_is_known_as_such(open_mixture):
+    keys = {"a": {"packing": "best_fit", "document_mask": False}, "b": {"document_mask": False}}
+    mixture = open_mixture({"a": (1, 72), "b": (1, 300)}, keys=keys)
+
+    batch = mixture.read_at(np.arange(24))
+
+    is_padding = batch["positions"] == -1
+    assert is_padding[batch["source"] == 0].any()
+    assert (batch["targets"][is_padding] == -100).all()
+    assert (batch["positions"][batch["source"] == 1] == np.arange(SEQ_LEN)).all()
+    assert "positions" in mixture.read_at(np.flatnonzero(batch["source"] == 1)[:1])  # batches have the same entries
+
+
 def test_each_source_goes_through_its_own_epochs_each_in_another_order(open_mixture, tmp_path):
     (tmp_path / "letters.txt").write_text("0123456789abcdefghijklmnopqrstuvwxyz")
     source = open_mixture({"a": (1, 40), "b": (1, 4000)}, keys={"a": {"path": str(tmp_path / "letters.txt")}})

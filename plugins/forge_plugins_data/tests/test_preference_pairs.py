@@ -82,9 +82,10 @@ def test_pairs_are_packed_and_their_documents_have_positions_of_their_own(open_p
     assert len(source) == 1
     assert batch.keys() == {"tokens", "targets", "document", "positions", "answers", "pair"}
     assert batch["document"].max() == 6  # and the padding
-    for number in range(7):
+    for number in range(6):
         own = batch["document"][0] == number
         assert batch["positions"][0][own].tolist() == list(range(own.sum()))
+    assert set(batch["positions"][0][batch["document"][0] == 6].tolist()) == {-1}
     assert sorted(batch["pair"][batch["pair"] >= 0].tolist()) == [0, 0, 1, 1, 2, 2]
 
 

@@ -41,14 +41,16 @@ def collate(rows: Sequence[Row], shape: Shape) -> dict[str, np.ndarray]:
     prompts, images and padding. Of a document of S + 1 tokens, the last one is a target alone.
 
     Returns:
-        ``tokens`` and ``targets`` ``(B, S)``, the entries of ``forge_plugins_vlm.contracts.entries``, and for packed
-        rows ``document`` and ``positions`` ``(B, S)``, in which the padding is a document of its own.
+        ``tokens``, ``targets`` and ``positions`` ``(B, S)``, −1 at padding, the entries of
+        ``forge_plugins_vlm.contracts.entries``, and for packed rows ``document`` ``(B, S)``, in which the padding is a
+        document of its own.
     """
     size = len(rows), shape.seq_len
     n_tiles = max(1, *(sum(document.n_tiles for document, _ in row) for row in rows)) if rows else 1
     batch: dict[str, np.ndarray] = {
         "tokens": np.full(size, shape.fill, dtype=np.int64),
         "targets": np.full(size, IGNORED, dtype=np.int64),
+        "positions": np.full(size, -1, dtype=np.int64),
         "pixels": np.zeros((len(rows), n_tiles, 3, *shape.processor.tile_size), dtype=np.uint8),
         "image_slots": np.full(size, TEXT, dtype=np.int64),
         "image_range": np.zeros((*size, 3), dtype=np.int64),
@@ -56,7 +58,7 @@ def collate(rows: Sequence[Row], shape: Shape) -> dict[str, np.ndarray]:
     if shape.processor.pads:
         batch["tile_sizes"] = np.zeros((len(rows), n_tiles, 2), dtype=np.int64)
     if shape.packed:
-        batch |= {"document": np.zeros(size, dtype=np.int64), "positions": np.zeros(size, dtype=np.int64)}
+        batch["document"] = np.zeros(size, dtype=np.int64)
     for number, row in enumerate(rows):
         _fill({name: values[number] for name, values in batch.items()}, row, shape)
     return batch
@@ -74,8 +76,9 @@ def _fill(into: dict[str, np.ndarray], row: Row, shape: Shape) -> None:
         slots = document.slots[:length]
         into["image_slots"][here] = np.where(slots >= 0, slots + tiles * shape.tokens_a_tile, slots)
         into["image_range"][here] = document.ranges()[:length] + tiles
+        into["positions"][here] = np.arange(length)
         if shape.packed:
-            into["document"][here], into["positions"][here] = number, np.arange(length)
+            into["document"][here] = number
         for image in images:
             these = slice(tiles, tiles + len(image.tiles))
             into["pixels"][these] = image.tiles
@@ -84,4 +87,4 @@ def _fill(into: dict[str, np.ndarray], row: Row, shape: Shape) -> None:
             tiles += len(image.tiles)
         at += length
     if shape.packed:
-        into["document"][at:], into["positions"][at:] = number + 1, np.arange(shape.seq_len - at)
+        into["document"][at:] = number + 1

@@ -93,12 +93,15 @@ class PackedDocuments(TokenSamples):
             self._fill(index, tokens[row], targets[row], document[row], positions[row])
         self.refuse_strangers(indices, tokens, targets)
         batch = {"tokens": tokens, "targets": targets}
-        return batch if self._separator is None else {**batch, "document": document, "positions": positions}
+        if self._separator is not None:
+            return {**batch, "document": document, "positions": positions}
+        return {**batch, "positions": np.where(positions < 0, -1, np.arange(self.seq_len))}
 
     def _fill(
         self, index: int, tokens: np.ndarray, targets: np.ndarray, document: np.ndarray, positions: np.ndarray
     ) -> None:
-        """Write a sample into rows ``(S,)``. Each piece is a document of its own, and so is the padding."""
+        """Write a sample into rows ``(S,)``. Each piece is a document of its own, and so is the padding, with positions
+        of −1."""
         end = number = 0
         for number, piece in enumerate(self._pieces(index)):
             array, start, length = self._arrays[self._which[piece]].tokens, self._starts[piece], self._lengths[piece]
@@ -112,7 +115,7 @@ class PackedDocuments(TokenSamples):
                 targets[end : end + following][~learned[start + 1 : start + 1 + following]] = IGNORED
             document[here], positions[here] = number, np.arange(length)
             end += length
-        document[end:], positions[end:] = number + 1, np.arange(self.seq_len - end)
+        document[end:], positions[end:] = number + 1, -1
 
     def _place(self, index: int, column: int) -> tuple[str, int]:
         for piece in self._pieces(index):

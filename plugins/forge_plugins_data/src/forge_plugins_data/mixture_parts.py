@@ -87,6 +87,8 @@ class MixtureParts:
     vocab_size: int
     tokenizer: Tokenizer | None
     entries: Mapping[str, Entry]
+    has_positions: bool
+    """Whether a part has the entry ``positions``: all samples of the mixture then do."""
     loss_weights: np.ndarray | None
     """``(parts,)`` fp32: of the targets of each part. ``None`` if no target has a weight."""
 
@@ -108,13 +110,13 @@ class MixtureParts:
                     f"sources give {name} of several sizes, and one does not say which its own are (entries), so that "
                     "which is which cannot be seen; leave it out, or give all of them one size"
                 )
-        has_weights = any("weights" in names_of_part for names_of_part in found.values())
-        replaced = {"weights", *(name for name, entry in described.items() if entry.absent is not None)}
+        has_weights, has_positions = (any(name in own for own in found.values()) for name in ("weights", "positions"))
+        replaced = {"weights", "positions", *(name for name, entry in described.items() if entry.absent is not None)}
         for names_of_part in found.values():
             names_of_part.difference_update(replaced)  # a part that does not have them has them from `gathered`
         for part in others:
             if differing := sorted(found[part.name] ^ found[first.name]):
-                is_packed = differing[0] in ("document", "positions")
+                is_packed = differing[0] == "document"
                 hint = (
                     "set document_mask or packing alike in all of them"
                     if is_packed
@@ -134,6 +136,7 @@ class MixtureParts:
             numbers=np.array([names.index(part.name) for part in parts]),
             vocab_size=max(part.source.vocab_size for part in parts),
             tokenizer=tokenizers[0][1] if tokenizers else None,
+            has_positions=has_positions,
             entries={**described, "source": Entry(dims=("sample",), wanted_by="engine")},
             loss_weights=np.array([part.loss_weight for part in parts], np.float32) if has_weights else None,
         )
@@ -163,7 +166,9 @@ class MixtureParts:
         all batches, where that is known."""
         batch: dict[str, np.ndarray] = {}
         parts = [
-            (rows, read(part, rows)) for part in np.unique(which).tolist() for rows in [np.flatnonzero(which == part)]
+            (rows, self._with_positions(read(part, rows)))
+            for part in np.unique(which).tolist()
+            for rows in [np.flatnonzero(which == part)]
         ]
         for name in dict.fromkeys(name for _, found in parts for name in found):
             arrays = [(rows, found[name]) for rows, found in parts if name in found]
@@ -188,6 +193,12 @@ class MixtureParts:
             own = batch.get("weights", np.ones(batch["targets"].shape, np.float32))
             batch["weights"] = own * self.loss_weights[which][:, None]
         return {**batch, "source": self.numbers[which]}
+
+    def _with_positions(self, batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Samples of a part without padding and without documents have the positions of a whole sequence."""
+        if not self.has_positions or "positions" in batch:
+            return batch
+        return {**batch, "positions": np.broadcast_to(np.arange(batch["tokens"].shape[1]), batch["tokens"].shape)}
 
 
 class WatchedParts:

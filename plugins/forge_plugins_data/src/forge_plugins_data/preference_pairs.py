@@ -171,7 +171,7 @@ class PreferencePairs:
         return batch
 
     def _fill(self, index: int, rows: Mapping[str, np.ndarray]) -> None:
-        """Write a sample into rows ``(S,)``; what is left of it is a document of its own."""
+        """Write a sample into rows ``(S,)``; what is left of it is a document of its own, with positions of −1."""
         end = document = 0
         for number in self._order[self._bounds[index] : self._bounds[index + 1]].tolist():
             pair = self.pairs[number]
@@ -188,7 +188,7 @@ class PreferencePairs:
                 else:
                     rows["reference"][last] = self._reference[number, side]
                 end, document = here.stop, document + 1
-        rows["document"][end:], rows["positions"][end:] = document, np.arange(self._seq_len - end)
+        rows["document"][end:], rows["positions"][end:] = document, -1
 
 
 def _answered(
