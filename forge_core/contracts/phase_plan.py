@@ -39,9 +39,7 @@ class KnownParameters:
             frozenset(name for name, parameter in named.items() if not parameter.requires_grad),
         )
         says: Any = getattr(model, "parameter_aliases", dict)
-        aliases = {
-            alias: frozenset().union(*(known.meant_by(one) for one in patterns)) for alias, patterns in says().items()
-        }
+        aliases = {alias: frozenset().union(*(known.meant_by(one) for one in own)) for alias, own in says().items()}
         return attrs.evolve(known, aliases={alias: names for alias, names in aliases.items() if names})
 
     def meant_by(self, pattern: str) -> frozenset[str]:

@@ -68,11 +68,15 @@ class Replication(Callback):
         """
         raise NotImplementedError
 
-    def begin_step(self) -> Share:
+    def begin_step(self) -> Share | None:
         """Wait until it is settled who takes part in the next step.
 
         If this replica is behind, it is first given the state of another one, through ``Handover.take``; if another is
         behind, ``Handover.give`` is called.
+
+        Returns:
+            ``None``, on all ranks of this replica, if one of them is told to stop (``run.requests.stop``) before that:
+            the run saves and ends.
 
         Raises:
             ForgeError: there are too few replicas, or the state could not be had.

@@ -255,9 +255,8 @@ def _why_unserved(
             "\n".join(lines)
         )
     if candidates:
-        keys = " and ".join(
-            sorted({f"parallel.passes.{switched_off[one.qualified_name]} = false" for one in candidates})
-        )
+        names = sorted({switched_off[one.qualified_name] for one in candidates})
+        keys = " and ".join(f"parallel.passes.{name} = false" for name in names)
         return f"{why}: {keys} switches off every installed pass that {purpose}; remove one or the other"
     from forge_core.registry.suggestions import notes, where_to_find_pass
 

@@ -101,10 +101,8 @@ class _Candidate:
         ours = [name for major, name, _ in points if major == _MAJOR]
         majors = [major for major, _, _ in points]
         if len(ours) > 1:
-            reason = (
-                f"has {len(ours)} entry points in the group {ENTRY_POINT_GROUP} ({', '.join(ours)}); one is allowed"
-            )
-            self.fail("broken", reason)
+            why = f"has {len(ours)} entry points in the group {ENTRY_POINT_GROUP} ({', '.join(ours)}); one is allowed"
+            self.fail("broken", why)
         elif not ours and max(majors) > _MAJOR:
             self.fail("incompatible", f"needs plugin API v{min(majors)}, {_THIS_CORE}: {_upgrade('forge-core')}")
         elif not ours:

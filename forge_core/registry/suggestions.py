@@ -40,10 +40,8 @@ def why_no_component(catalog: Catalog, kind: str, name: str) -> str:
     published = _where_published(catalog, kind, name)
     if published:
         return f"{kind_words(kind)} '{name}' {published}{notes(catalog)}"
-    names_and_aliases = [
-        known for one in catalog.components(kind) for known in (one.component.name, *one.component.aliases)
-    ]
-    near = did_you_mean(name, names_and_aliases) or _near_published(catalog, kind, name)
+    known = [own for one in catalog.components(kind) for own in (one.component.name, *one.component.aliases)]
+    near = did_you_mean(name, known) or _near_published(catalog, kind, name)
     return f"no installed plugin provides {wanted} named '{name}'.{near} {choice}{notes(catalog)}"
 
 

@@ -193,12 +193,9 @@ def refuse_if_held(run_directory: Path) -> Sign | None:
 
 
 def _refuse_if_alive(path: Path, found: Sign) -> None:
-    holder, _ = found
-    alive = holder.is_running if holder.is_here else _changes(path, found)
-    if alive:
-        raise ConfigError(
-            f"another process is training in {path.parent}: {holder}; stop it, or choose another run.name"
-        )
+    who, _ = found
+    if who.is_running if who.is_here else _changes(path, found):
+        raise ConfigError(f"another process is training in {path.parent}: {who}; stop it, or choose another run.name")
 
 
 def _changes(path: Path, found: Sign) -> bool:

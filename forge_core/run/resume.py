@@ -156,24 +156,20 @@ def refuse_if_incompatible(
     Raises:
         ConfigError: something does that cannot, each with both values.
     """
-    saved_job = checkpoint.job()
+    saved_job, path = checkpoint.job(), checkpoint.path
     saved_job["model"] = _with_new_keys(saved_job["model"], build)
     fixed = [f"parallel.passes.{key}" for key in adding]
-    changes = changed_keys(saved_job, job_table(job), str(checkpoint.path), fixed)
+    changes = changed_keys(saved_job, job_table(job), str(path), fixed)
     if checkpoint.state()["data_fingerprint"] != source.fingerprint:
         keys = [change.key for change in changes if change.key.startswith("data.")]
         why = f"these keys differ: {', '.join(keys)}" if keys else "its files have changed"
-        raise ConfigError(
-            f"{checkpoint.path} was trained on other data ({why}); choose another run.name to start afresh"
-        )
+        raise ConfigError(f"{path} was trained on other data ({why}); choose another run.name to start afresh")
     _refuse_other_phases(job, saved_job, checkpoint)
     if checkpoint.step > job.train.steps:
-        raise ConfigError(
-            f"train.steps = {job.train.steps}, but {checkpoint.path} is at step {checkpoint.step} already"
-        )
+        raise ConfigError(f"train.steps = {job.train.steps}, but {path} is at step {checkpoint.step} already")
     used = {*used_plugins(job_table(job)), "forge-core", "torch"}
     if changed := plugins_changed(checkpoint.manifest.versions, used):
-        report(f"resuming with other versions than {checkpoint.path.name} was saved with: {', '.join(changed)}")
+        report(f"resuming with other versions than {path.name} was saved with: {', '.join(changed)}")
     for change in changes_that_matter(saved_job, job_table(job)):
         report(f"resuming with another {change.key}: {value_text(change.old)} -> {value_text(change.new)}")
 

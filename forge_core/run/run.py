@@ -346,10 +346,8 @@ class _Training:
 
         context = PassContext(setup.mesh, setup.job, setup.device)
         in_place = self._evaluation_weights.in_place
-        evaluator = ModelEvaluator(
-            context, built.model, setup.source.tokenizer, setup.console.line, after_batch, in_place
-        )
-        return Evaluations(run, evaluator, setup.validation, setup.evaluations, metrics)
+        made = ModelEvaluator(context, built.model, setup.source.tokenizer, setup.console.line, after_batch, in_place)
+        return Evaluations(run, made, setup.validation, setup.evaluations, metrics)
 
     def _make_replicas(self) -> Replicas:
         found = [callback for _, callback in self._setup.callbacks if isinstance(callback, Replication)]
@@ -399,6 +397,7 @@ class _Training:
             metrics=metrics,
             replicas=replicas,
             committed=lambda saved: self._time_limit.must_hold(saved.seconds, setup.console.line),
+            saved_step=setup.checkpoint.step if setup.checkpoint else 0,
         )
 
 

@@ -39,13 +39,17 @@ class Replicas:
             take: makes the given state this rank's; returns the step that it is of.
         """
 
-    def begin_step(self, step: int, sync: Callable[[], None]) -> None:
+    def begin_step(self, step: int, sync: Callable[[], None]) -> bool:
         """Find out who takes part in the step after ``step``, and which samples are this replica's. It may find itself
         at another step afterwards, with the state of another replica.
 
         Args:
             sync: finishes what is still to be said of earlier steps. The host waits for the device.
+
+        Returns:
+            Whether there is a step: none, on all ranks, once one is told to stop while it waits for other replicas.
         """
+        return True
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum in place over the ranks of this number in all replicas; worth something only if ``commit`` says so."""
@@ -96,10 +100,12 @@ class JoinedReplicas(Replicas):
         with self._patiently():
             self._replication.join(Handover(step, give, take_and_note))
 
-    def begin_step(self, step: int, sync: Callable[[], None]) -> None:
+    def begin_step(self, step: int, sync: Callable[[], None]) -> bool:
         sync()  # while everything still is as it was in that step
         with self._patiently():
             share = self._replication.begin_step()
+        if share is None:
+            return False
         if self._taken_over is not None:
             self._run.log(
                 f"took over the state of another replica: it was at step {self._taken_over}, this one at {step}"
@@ -107,7 +113,7 @@ class JoinedReplicas(Replicas):
             self._run.directory.write_event("taken_over", step=self._taken_over, from_step=step)
             step, self._taken_over = self._taken_over, None
         if share == self.share:
-            return
+            return True
         self.share = share
         self._run.loader.deal(
             share.index * self._run.mesh.dp_size + self._run.mesh.dp_rank, share.count * self._run.mesh.dp_size
@@ -116,6 +122,7 @@ class JoinedReplicas(Replicas):
         who = "alone" if share.count == 1 else f"as number {share.index + 1} of {share.count} replicas"
         self._run.log(f"from step {step + 1} on {who}")
         self._run.directory.write_event("replicas", step=step, index=share.index, count=share.count)
+        return True
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         self._replication.sum([tensor])

@@ -136,6 +136,8 @@ class Saving:
     """Number 0 writes what all of them have."""
     committed: Callable[[Saved], None]
     """Told of every checkpoint that is there, on all ranks."""
+    saved_step: int
+    """The step of the newest checkpoint, or at which a run without one begins."""
     _last: float = attrs.field(factory=time.monotonic, init=False)
     """The time of the last save, or of the start."""
     _is_put_off: bool = attrs.field(default=False, init=False)
@@ -183,6 +185,12 @@ class Saving:
         is_regular = self.replicas.share.index == 0 and is_due(step, self.run.job.checkpoint)
         if votes.save or is_last or is_regular or self._is_put_off:
             self._save(step, evaluated, is_last=is_last)
+
+    def save_between_steps(self, step: int) -> None:
+        """Save the end of a run that is told to stop while it waits for the next step, if a step is not saved yet."""
+        self.finish()
+        if step > self.saved_step:
+            self._save(step, {}, is_last=True)
 
     def _save(self, step: int, evaluated: Mapping[str, float], *, is_last: bool) -> None:
         if self._may_save(step, is_last=is_last):
@@ -246,6 +254,7 @@ class Saving:
         if must_succeed:
             saved = self._persist(saved)
         if saved.error is None:
+            self.saved_step = saved.step
             self.run.log(f"saved {saved.path.name}")
             self.committed(saved)
             self.run.emit("checkpoint_saved", step=saved.step, path=saved.path)

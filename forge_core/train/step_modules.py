@@ -23,12 +23,8 @@ class StepModules:
     def __init__(self, parts: Sequence[nn.Module], mesh: Mesh) -> None:
         self._mesh = mesh
         named: dict[str, Any] = {canonical_name(name): one for part in parts for name, one in part.named_modules()}
-        self._modules: dict[str, Any] = {
-            name: module for name, module in named.items() if isinstance(module, StepModule)
-        }
-        self._measured: dict[str, Any] = {
-            name: module for name, module in named.items() if isinstance(module, ReportsMetrics)
-        }
+        self._modules: dict[str, Any] = {name: one for name, one in named.items() if isinstance(one, StepModule)}
+        self._measured: dict[str, Any] = {name: one for name, one in named.items() if isinstance(one, ReportsMetrics)}
         self._metric_names: Sequence[str] | None = None
 
     @torch.no_grad()

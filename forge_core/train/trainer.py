@@ -87,10 +87,10 @@ class Trainer:
     def _microbatches_of_steps(self) -> Iterator[Sequence[Batch]]:
         seed, loader = self.run.job.train.seed, self.run.loader
         wants_noise = any("noise" in getattr(part, "needs", ()) for part in self.built.model.parts)
-        while True:
-            self.replicas.begin_step(self.step, self.metrics.sync)
+        while self.replicas.begin_step(self.step, self.metrics.sync):
             step = next(loader)
             yield loader.with_noise(step, seed) if wants_noise else step
+        self.saving.save_between_steps(self.step)
 
     def _train_step(self, microbatches: Sequence[Batch]) -> bool:
         """Return whether the step counts. If other replicas say that it does not, everything is as before it."""

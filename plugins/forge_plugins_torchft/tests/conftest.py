@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -129,8 +130,18 @@ class ReplicatedJob:
         return [event for event in found if event["event"] in names]
 
     def kill(self, replica: int) -> None:
-        holder = json.loads((self.directory(replica) / "lease.json").read_text())
-        os.kill(holder["process"], signal.SIGKILL)
+        self.tell(replica, signal.SIGKILL)
+
+    def tell(self, replica: int, number: signal.Signals) -> None:
+        """Send a signal to its rank 0 alone, once it heeds it."""
+        process = json.loads((self.directory(replica) / "lease.json").read_text())["process"]
+        status = Path(f"/proc/{process}/status")
+        while number != signal.SIGKILL and status.exists():  # Linux
+            (caught,) = re.findall(r"SigCgt:\s*(\w+)", status.read_text())
+            if int(caught, 16) >> (number - 1) & 1:
+                break
+            time.sleep(0.05)
+        os.kill(process, number)
 
     def saved(self, replica: int) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         """State and tensors of the newest checkpoint."""

@@ -3,6 +3,7 @@
 import shutil
 import signal
 import socket
+import time
 
 import pytest
 import torch
@@ -130,6 +131,38 @@ def test_a_replica_with_another_job_is_refused_and_the_others_go_on(job):
         assert other.returncode == 2, said
         assert "another job, mesh or packages than number 1 of the 2" in said
         assert job.events(0, "replicas")[-1]["count"] == 1
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [[], pytest.param(["--nproc", "2", "train.batch_size=2"], marks=pytest.mark.nightly)],
+    ids=["whole", "sharded"],
+)
+def test_a_replica_that_waits_for_another_is_told_to_stop_and_saves(job, layout):
+    """It stopped only after ``join_timeout``, and without its last steps."""
+    settings = [*layout, "callbacks.0.min_replicas=2", "train.steps=100000", "checkpoint.interval=100000"]
+    with lighthouse(None, TorchftConfig(min_replicas=2), 1.0) as url:
+        waiting, lost = [job.start_replica(url, number, *settings) for number in (0, 1)]
+        job.wait_until(lambda: len(job.metrics(0)) > 5, waiting)
+        job.kill(1)
+        lost.wait(timeout=60)
+        before = -1
+        while before != len(job.metrics(0)):
+            before = len(job.metrics(0))
+            time.sleep(3)
+        job.tell(0, signal.SIGTERM)
+        said = job.output(waiting)
+
+        assert waiting.returncode == 3, said
+        assert job.saved(0)[0]["step"] == job.metrics(0)[-1]["step"] == before
+        assert [event["step"] for event in job.events(0, "saved")] == [before]
+
+        again = job.start_replica(url, 0, *settings)  # nothing is trained, and nothing saved
+        job.wait_until(lambda: len(job.events(0, "resumed")) == 1, again)
+        job.tell(0, signal.SIGTERM)
+        said = job.output(again)
+        assert again.returncode == 3, said
+        assert [event["step"] for event in job.events(0, "saved")] == [before]
 
 
 @pytest.mark.nightly

@@ -103,7 +103,8 @@ def replicas(
             _Replica(
                 _job_of_replica(job, number),
                 number,
-                [*_command(Path(folder), _job_of_replica(job, number), nproc), *(["--debug"] if obj.debug else [])],
+                Path(folder) / f"replica_{number}.toml",
+                ["--nproc", str(nproc), *(["--debug"] if obj.debug else [])],
                 {**environment, NAME: f"replica_{number}", **devices[number - first]},
             )
             for number in range(first, first + count)
@@ -119,7 +120,9 @@ class _Replica:
 
     job: Job
     number: int
-    command: Sequence[str]
+    file: Path
+    """Its job is written there."""
+    options: Sequence[str]
     environment: Mapping[str, str]
     restarts: int = 0
     code: int | None = None
@@ -128,16 +131,11 @@ class _Replica:
     _readers: list[threading.Thread] = attrs.field(factory=list)
 
     def start(self) -> None:
+        self.file.write_text(dump_job(_resuming(self.job)))
+        python = [sys.executable, "-P", "-m"]
+        command = [*python, "forge_core", "run", str(self.file), *self.options]
         # a session of its own: what a terminal's Ctrl-C sends must come once, from here
-        bound = [
-            sys.executable,
-            "-P",
-            "-m",
-            "forge_plugins_torchft.with_parent",
-            str(os.getpid()),
-            *self.command,
-            *_resume(self.job),
-        ]
+        bound = [*python, "forge_plugins_torchft.with_parent", str(os.getpid()), *command]
         self.process = subprocess.Popen(
             bound,
             env=self.environment if self.restarts == 0 else {**self.environment, EXPECTED: ""},
@@ -187,7 +185,9 @@ def _look_after(group: Sequence[_Replica], max_restarts: int, close_lighthouse: 
                 is_complete = any(other.code == ExitCode.COMPLETED for other in group)
                 if code in _FINAL or signals or is_complete or one.restarts == max_restarts:
                     one.code = code
-                    if code not in _FINAL and is_complete:
+                    if code == ExitCode.INVALID:
+                        one.say(f"{_ended(code)}; it is not started again")
+                    elif code not in _FINAL and is_complete:
                         one.say(f"{_ended(code)}; the run is complete without it")
                     elif code not in _FINAL and not signals:
                         one.say(f"{_ended(code)}; given up after {max_restarts} restarts")
@@ -276,24 +276,20 @@ def _within(mirror: ComponentRef, name: str) -> ComponentRef:
     return attrs.evolve(mirror, config=mirror.config.within(name))
 
 
-def _command(folder: Path, job: Job, nproc: int) -> list[str]:
-    file = folder / f"{job.run.name}.toml"
-    file.write_text(dump_job(job))
-    return [sys.executable, "-P", "-m", "forge_core", "run", str(file), "--nproc", str(nproc)]
-
-
-def _resume(job: Job) -> list[str]:
-    """For a replica without a checkpoint: the one that has the newest, if it can be seen from here. Otherwise it would
-    begin afresh if the others do not come."""
+def _resuming(job: Job) -> Job:
+    """The job of a replica. One without a checkpoint goes on from the newest of another, if that can be seen from here.
+    Otherwise it would begin afresh if the others do not come."""
     from forge_core.checkpoint.store import CheckpointStore
     from forge_core.launch import RunDirectory
 
     directory = RunDirectory(job, writes=False)
     if job.checkpoint.resume != "auto" or CheckpointStore(directory.checkpoints).steps():
-        return []
+        return job
     others = {one: CheckpointStore(one / "checkpoints").steps() for one in directory.path.parent.glob("replica_*")}
     newest = max((one for one in others if others[one]), key=lambda one: others[one][-1], default=None)
-    return [] if newest is None else ["--resume", str(newest)]
+    if newest is None:
+        return job
+    return attrs.evolve(job, checkpoint=attrs.evolve(job.checkpoint, resume=str(newest), load=None))
 
 
 def _ended(code: int) -> str:

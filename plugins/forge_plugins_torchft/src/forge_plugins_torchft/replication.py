@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, Future
 from datetime import timedelta
 from typing import Any
 from urllib.parse import urlsplit
@@ -27,23 +29,72 @@ _LOOK_EVERY = 2.0
 """Seconds after which a replica that waits for others looks whether the lighthouse still answers."""
 _LOST_AFTER = 10.0
 """Seconds without an answer."""
+_STOP = "forge/stop"
+"""Key of the store of a replica: a rank is told to stop."""
 _BUCKET = 16 * 2**20
 """Elements that are sent at once: enough for the network, and little beside the gradients."""
 
 
 class _WatchfulManager(Manager):  # type: ignore[misc]  # torchft's
-    """torchft's would wait for a lighthouse that is gone for as long as for other replicas."""
+    """torchft's would wait for a lighthouse that is gone for as long as for other replicas; and for these, although it
+    is told to stop."""
 
     look: Callable[[], None]
+    stop: _Stop
 
     def wait_quorum(self) -> None:
-        while not self._quorum_future.done():
+        while not self._quorum_future.done() and not self.stop.is_asked():
             try:
                 self._quorum_future.result(timeout=_LOOK_EVERY)
             except TimeoutError:
                 if not self._quorum_future.done():
                     self.look()
+        if self.stop.any_rank(not self._quorum_future.done()):
+            raise _StoppedError
         self._quorum_future.result()
+
+
+class _DaemonThreads(Executor):
+    """Python waits at its end for the thread of torchft's own executor, which may wait for other replicas."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(fn(*args, **kwargs))
+            except BaseException as error:  # noqa: BLE001 - whoever waits raises it
+                future.set_exception(error)
+
+        threading.Thread(target=run, daemon=True).start()
+        return future
+
+
+class _StoppedError(ForgeError):
+    """This replica is told to stop, and waits for others."""
+
+
+class _Stop:
+    """What its ranks are told, one earlier than another: those that wait for replicas end that together.
+
+    Args:
+        store: of the ranks of this replica.
+    """
+
+    def __init__(self, run: RunContext, store: TCPStore) -> None:
+        self._run = run
+        self._store = store
+
+    def is_asked(self) -> bool:
+        """Return whether this rank is told to stop, or has heard of another one that is."""
+        if self._run.requests.stop and self._run.world_size > 1:
+            self._store.set(_STOP, "")
+        return bool(self._run.requests.stop) or (self._run.world_size > 1 and self._store.check([_STOP]))
+
+    def any_rank(self, flag: bool) -> bool:
+        """Return whether any rank says so. All ranks ask, and wait for each other."""
+        flags = torch.tensor(float(flag), device=self._run.device)
+        return self._run.mesh.sum_over(flags, tuple(self._run.mesh.degrees)).item() > 0
 
 
 class TorchftReplication(Replication):
@@ -71,7 +122,7 @@ class TorchftReplication(Replication):
         self._wait_for_lighthouse(0 if urlsplit(self._lighthouse).hostname == "127.0.0.1" else self._config.timeout)
         timeout = timedelta(seconds=self._config.timeout)
         host = os.environ.get(HOST) or socket.gethostname()
-        self._store, port = _store_of_replica(host, self._run.rank)
+        self._store = _store_of_replica(host, self._run.rank)
         self._transport = StateTransport(timeout, host)
         os.environ.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", str(self._config.timeout))  # torchft would, and warn
         self._group = (ProcessGroupNCCL if self._run.device.type == "cuda" else ProcessGroupGloo)(timeout)
@@ -88,7 +139,7 @@ class TorchftReplication(Replication):
                 rank=self._run.rank,
                 world_size=self._run.world_size,
                 store_addr=host,
-                store_port=port,
+                store_port=self._store.port,
                 lighthouse_addr=self._lighthouse,
                 replica_id=os.environ.get(NAME) or socket.gethostname(),
                 hostname=host,
@@ -97,18 +148,24 @@ class TorchftReplication(Replication):
             )
         except RuntimeError as error:  # it is gone since it was waited for, or is none; torchft says so by texts only
             raise LostPeerError(f"no lighthouse answers at {self._lighthouse}: {error}") from error
+        self._manager._executor = _DaemonThreads()
+        self._manager.stop = _Stop(self._run, self._store)
         self._manager.look = lambda: self._wait_for_lighthouse(_LOST_AFTER)
         self._manager.load_state_dict({**self._saved, "step": handover.step})
         self._expected = int(os.environ.get(EXPECTED) or 1)
         self._begins_by = time.monotonic() + self._config.timeout
         self._formation = -1
 
-    def begin_step(self) -> Share:
-        while True:
-            share = self._agree()
-            if share.formation == self._formation or self._may_begin(share.count):
-                self._formation = share.formation
-                return share
+    def begin_step(self) -> Share | None:
+        try:
+            while not self._joined.stop.any_rank(bool(self._run.requests.stop)):
+                share = self._agree()
+                if share.formation == self._formation or self._may_begin(share.count):
+                    self._formation = share.formation
+                    return share
+        except _StoppedError:
+            pass
+        return None
 
     def _agree(self) -> Share:
         """Settle with the others who is there."""
@@ -223,14 +280,14 @@ class TorchftReplication(Replication):
             self._manager = None
 
 
-def _store_of_replica(host: str, rank: int) -> tuple[TCPStore | None, int]:
-    """A store that other replicas can reach too, unlike that of ``--nproc``, and its port. Its master is the first
-    rank's, to be kept for as long as it is needed."""
+def _store_of_replica(host: str, rank: int) -> TCPStore:
+    """A store that other replicas can reach too, unlike that of ``--nproc``. Its master is rank 0's, to be kept for as
+    long as it is needed."""
     store = TCPStore(host, 0, is_master=True, wait_for_workers=False) if rank == 0 else None
     port = [store.port if store else 0]
     if dist.get_world_size() > 1:
         dist.broadcast_object_list(port, src=0)
-    return store, port[0]
+    return store or TCPStore(host, port[0])
 
 
 def _settled(handover: Handover) -> LiveState:

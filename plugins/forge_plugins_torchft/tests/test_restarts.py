@@ -1,0 +1,27 @@
+"""How a replica is started again that has no checkpoint of its own."""
+
+import attrs
+
+from forge_core.job import dump_job, load_job
+from forge_core.registry.discovery import discover
+from forge_plugins_torchft.replicas import _job_of_replica, _resuming
+
+
+def test_it_resumes_from_another_replica_also_where_the_job_begins_with_loaded_weights(job):
+    """``checkpoint.load`` beside a checkpoint to resume from is refused, and the replica was not started again."""
+    start = [f"run.dir={job.folder}/runs", "run.name=base", "callbacks=[]", "train.steps=1"]
+    assert job.run("run", *start)[0] == 0
+    load = f"checkpoint.load.path={job.folder}/runs/base"
+    both = load_job(job.config, [load], catalog=discover())
+    first, second = (_job_of_replica(both, number) for number in (0, 1))
+    assert _resuming(first) == first
+    code, said = job.run("run", f"run.dir={first.run.dir}", "run.name=replica_0", "callbacks=[]", "train.steps=2", load)
+    assert code == 0, said
+
+    assert _resuming(first) == first
+    again = job.folder / "again.toml"
+    again.write_text(dump_job(_resuming(second)))
+
+    resumed = load_job(again, catalog=discover())
+    assert resumed.checkpoint.resume == str(first.run.dir / "replica_0")
+    assert attrs.evolve(resumed, checkpoint=second.checkpoint) == second
