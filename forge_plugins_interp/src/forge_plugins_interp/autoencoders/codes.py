@@ -16,11 +16,18 @@ def top_k(pre: torch.Tensor, k: int) -> torch.Tensor:
     return torch.zeros_like(pre).scatter(-1, indices, values)
 
 
-def batch_top_k(pre: torch.Tensor, k: int) -> torch.Tensor:
-    """The k · N largest of all rows together, where they are positive."""
-    flat = pre.relu().flatten()
+def batch_top_k(pre: torch.Tensor, k: int, valid: torch.Tensor | None = None) -> torch.Tensor:
+    """The k · N largest of all rows together, where they are positive.
+
+    Args:
+        valid: ``(…)`` bool, the N rows that count; by default all.
+    """
+    kept = pre.relu() if valid is None else pre.relu().where(valid[..., None], 0.0)
+    flat = kept.flatten()
     n_rows = len(flat) // pre.shape[-1]
     values, indices = flat.topk(min(k * n_rows, len(flat)))
+    if valid is not None:  # how many rows count is known on the device alone
+        values = values.where(torch.arange(len(values), device=pre.device) < k * valid.sum(), 0.0)
     return torch.zeros_like(flat).scatter(0, indices, values).view_as(pre)
 
 

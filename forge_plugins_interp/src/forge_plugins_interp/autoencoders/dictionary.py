@@ -90,22 +90,29 @@ class Dictionary(nn.Module):
             value = math.log(self.config.initial_threshold)
             rng.fill(f"{name}.log_threshold", self.log_threshold, lambda full, _: full.fill_(value))
 
-    def forward(self, x: torch.Tensor, scales: torch.Tensor | None = None, target: torch.Tensor | None = None) -> Coded:
+    def forward(
+        self,
+        x: torch.Tensor,
+        scales: torch.Tensor | None = None,
+        target: torch.Tensor | None = None,
+        valid: torch.Tensor | None = None,
+    ) -> Coded:
         """
         Args:
             x: ``(…, D)``, scaled.
             scales: ``(B, 2)``, how the samples of the first dimension were, for training.
             target: ``(…, E)``, what is to be reconstructed; without it, there is no penalty.
+            valid: ``(…)`` bool, the rows that are no padding; by default all.
         """
         pre = self._pre(x)
-        code = self.code(self._sparse(pre))
+        code = self.code(self._sparse(pre, valid))
         decoder = F.normalize(self.decoder, dim=-1)
         reconstruction = self._decode(code, decoder, x)
         penalty = x.new_zeros(x.shape[:-1])
         if target is not None:
             penalty = self._penalty(target, pre, code, decoder, reconstruction)
         if self.training and scales is not None:
-            self._count(code.detach(), scales)
+            self._count(code.detach(), scales, x.new_ones(x.shape[:-1], dtype=torch.bool) if valid is None else valid)
         return Coded(reconstruction, penalty)
 
     def _pre(self, x: torch.Tensor) -> torch.Tensor:
@@ -113,14 +120,14 @@ class Dictionary(nn.Module):
             x = x - self.decoder_bias
         return F.linear(x, self.encoder, self.encoder_bias)
 
-    def _sparse(self, pre: torch.Tensor) -> torch.Tensor:
+    def _sparse(self, pre: torch.Tensor, valid: torch.Tensor | None = None) -> torch.Tensor:
         config = self.config
         if self.log_threshold is not None:
             assert isinstance(config, JumpReluConfig), "it has thresholds"
             return jump_relu(pre.relu(), self.log_threshold.exp(), config.bandwidth)
         assert isinstance(config, TopKConfig), "all others are by the largest"
         if isinstance(config, BatchTopKConfig):
-            return batch_top_k(pre, config.k) if self.training else pre * (pre > self.threshold.clamp(min=0))
+            return batch_top_k(pre, config.k, valid) if self.training else pre * (pre > self.threshold.clamp(min=0))
         return top_k(pre, config.k)
 
     def _decode(self, code: torch.Tensor, decoder: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -164,16 +171,14 @@ class Dictionary(nn.Module):
         return auxiliary
 
     @torch.no_grad()
-    def _count(self, code: torch.Tensor, scales: torch.Tensor) -> None:
-        active = (code > 0).flatten(0, -2)
-        self.fired += active.sum(0)
-        n_rows = len(active)
-        least = code.where(code > 0, float("inf")).min().clamp(max=torch.finfo(torch.float32).max)
+    def _count(self, code: torch.Tensor, scales: torch.Tensor, valid: torch.Tensor) -> None:
+        active = (code > 0) & valid[..., None]
+        self.fired += active.flatten(0, -2).sum(0)
+        of_sample = valid.reshape(len(scales), -1).float().sum(1)
+        n_rows = of_sample.sum()
+        least = code.where(active, float("inf")).min().float().clamp(max=torch.finfo(torch.float32).max)
         least = least.where(active.any(), 0.0)
-        new = torch.stack(
-            [torch.full_like(least, n_rows), active.sum(), *scales.sum(0) * (n_rows / len(scales)), least * n_rows]
-        )
-        self.sums += new.float()
+        self.sums += torch.stack([n_rows, active.sum(), *(scales * of_sample[:, None]).sum(0), least * n_rows])
 
     def accumulators(self) -> Mapping[str, torch.Tensor]:
         """Same as ``StepModule.accumulators``."""
@@ -182,15 +187,17 @@ class Dictionary(nn.Module):
     @torch.no_grad()
     def before_optimizer_step(self, reduced: Mapping[str, torch.Tensor], progress: float) -> None:
         """Same as ``StepModule.before_optimizer_step``."""
-        rows, active, first, second, least = reduced["sums"].unbind()
-        self.idle.copy_(torch.where(reduced["fired"] > 0, 0.0, self.idle + rows))
-        self.scales.copy_(torch.stack((first, second)) / rows)
+        count, active, first, second, least = reduced["sums"].unbind()
+        has_rows, rows = count > 0, count.clamp(min=1)  # a step may be all padding, and then changes nothing
+        self.idle.copy_(torch.where(reduced["fired"] > 0, 0.0, self.idle + count))
+        self.scales.copy_(torch.where(has_rows, torch.stack((first, second)) / rows, self.scales))
         self._active = active / rows
         if isinstance(self.config, BatchTopKConfig):
             is_first = self.threshold == 0
             decay = self.config.threshold_decay
             mean = least / rows
-            self.threshold.copy_(torch.where(is_first, mean, decay * self.threshold + (1 - decay) * mean))
+            moved = torch.where(is_first, mean, decay * self.threshold + (1 - decay) * mean)
+            self.threshold.copy_(torch.where(has_rows, moved, self.threshold))
 
     def step_metrics(self) -> Mapping[str, torch.Tensor]:
         """Same as ``ReportsMetrics.step_metrics``: active latents a row, and the share of dead ones."""

@@ -51,6 +51,7 @@ class Autoencoder(nn.Module):
             activation: ``(B, S, D)``, scaled.
             scales: ``(B, 2)``, by which rows were divided.
             target_activation: of a transcoder, what is predicted.
+            targets: ``(B, S)``, −100 at padding, which is no row: nothing is learned from it, and nothing counts it.
 
         Returns:
             The reconstruction ``(B, S, E)``; with ``loss``, its ``LossSum``.
@@ -60,12 +61,12 @@ class Autoencoder(nn.Module):
         """
         expected = activation if target_activation is None else target_activation
         self._refuse_widths(activation, expected)
-        coded: Coded = self.blocks["0"](activation, scales, expected)
+        valid = None if targets is None else targets != IGNORED
+        coded: Coded = self.blocks["0"](activation, scales, expected, valid)
         if loss is None:
             return coded.reconstruction
-        assert targets is not None, "a loss needs targets"
+        assert valid is not None, "a loss needs targets"
         error = (expected.float() - coded.reconstruction.float()).square().mean(-1)
-        valid = targets != IGNORED
         each = (error + coded.penalty.float()) * valid
         return LossSum(each.sum(), valid.sum(), each.detach())
 
