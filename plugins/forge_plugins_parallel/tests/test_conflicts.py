@@ -222,3 +222,40 @@ def test_degrees_that_do_not_fit_hide_no_conflict(tmp_path):
 
     assert "3 ranks cannot be divided by the degrees" in str(raised.value)
     assert "compile.whole_model: true cannot be combined with 'fsdp'" in str(raised.value)
+
+
+PACKED = {
+    "chat": '{name = "chat", path = "chats.jsonl"}',
+    "prompt_completion": '{name = "prompt_completion", path = "pairs.jsonl"}',
+    "preference_pairs": '{name = "preference_pairs", path = "pairs.jsonl", reference = "reference.npz"}',
+    "image_text": '{name = "image_text", path = "images.jsonl", token_grid = [2, 2], packing = true}',
+    "text_files": '{name = "text_files", path = "corpus", document_mask = true}',
+}
+"""Data whose samples have documents that are kept apart."""
+IN_A_RING = ["parallel.cp=2", f"{CP}.method=ring", "eval.interval=0"]
+
+
+def mixed(table):
+    return f'{{name = "mixture", sources = [{{name = "one", weight = 1.0, source = {table}}}]}}'
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_a_ring_is_refused_for_data_with_documents_before_it_runs(problems, name):
+    others = ["loss.name=dpo"] if name == "preference_pairs" else []
+    for settings in (
+        [f"data={PACKED[name]}"],
+        [f"data={mixed(PACKED[name])}"],
+        [f"eval.data={PACKED[name]}", "eval.interval=1"],
+    ):
+        said = [line for line in problems([*IN_A_RING, *others, *settings]) if "cannot keep the documents" in line]
+
+        assert [line.partition(": ")[0] for line in said] == [f"{CP}.method=ring"], settings
+        assert not any("documents" in line for line in problems([*settings, *others, "parallel.cp=2", f"{CP}={{}}"]))
+
+
+@pytest.mark.parametrize(
+    "table", [PACKED["image_text"].replace("true", "false"), PACKED["text_files"].replace("true", "false")]
+)
+def test_a_ring_takes_data_without_documents(problems, table):
+    assert problems([*IN_A_RING, f"data={table}"]) == []
+    assert problems([*IN_A_RING, f"data={mixed(table)}"]) == []

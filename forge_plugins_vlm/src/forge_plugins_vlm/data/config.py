@@ -141,6 +141,11 @@ class ImageTextConfig(AnswersConfig):
     """The most frames of a video."""
 
     @property
+    def document_mask(self) -> bool:
+        """With packing, conversations of a sample are kept apart."""
+        return self.packing
+
+    @property
     def processor_config(self) -> ImageProcessorConfig:
         """That of ``processor``."""
         config: ImageProcessorConfig = self.processor.config

@@ -65,6 +65,11 @@ class AnswersConfig(HeldOutConfig):
     ``skip`` it. One whose answers are all in what is cut off is skipped. ``forge data inspect`` counts them."""
 
     @property
+    def document_mask(self) -> bool:
+        """Samples have documents that are kept apart."""
+        return True
+
+    @property
     def place(self) -> str:
         """The key that says where the data are, with its value, for messages."""
         return f"path = {self.path!r}" if self.dataset is None else f"dataset.path = {self.dataset.path!r}"

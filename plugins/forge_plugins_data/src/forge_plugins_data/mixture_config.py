@@ -83,6 +83,11 @@ class MixtureConfig(DataSourceConfig):
     temperature: float = attrs.field(default=1.0, validator=gt(0.0))
     """Shares are in proportion to ``weight ** (1 / temperature)``: above 1 brings them closer together."""
 
+    @property
+    def document_mask(self) -> bool:
+        """Whether a source keeps documents apart, as far as its keys say."""
+        return any(getattr(one.source.config, "document_mask", False) for one in self.sources)
+
     def shares(self, phase: MixturePhase | None = None) -> tuple[float, ...]:
         """The share of each source, which add up to 1.
 

@@ -54,7 +54,7 @@ class CompileConfig:
 
 RING_WITHOUT_DOCUMENTS = (
     '"ring" cannot keep the documents of a packed sequence apart, since it sees one rank\'s keys at a time and only in '
-    'causal order; take "gather", or leave out data.document_mask'
+    'causal order; take "gather", or data without (document_mask = false)'
 )
 
 
@@ -84,7 +84,7 @@ class ContextParallelConfig:
         if self.method == "ring":
             # other plugins may have no such keys: what is not found out here is refused at the first forward
             kernel = getattr(job.model.config, "attention", None)
-            if getattr(job.data.config, "document_mask", False):
+            if any(getattr(data.config, "document_mask", False) for data in (job.data, job.eval.data) if data):
                 yield "method", RING_WITHOUT_DOCUMENTS
             if beyond := getattr(job.model.config, "beyond_causal", ""):
                 yield "method", f'"ring" attends in causal order and no other way, and model.{beyond} asks for more'
