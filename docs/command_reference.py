@@ -55,6 +55,15 @@ def exit_codes_of(command: click.Command) -> str:
     return match[0] if match else ""
 
 
+def subcommands(group: click.Group) -> Iterator[tuple[str, click.Command]]:
+    """Those of a group by name, also of one that imports each when it is called."""
+    context = click.Context(group)
+    for name in sorted(group.list_commands(context)):
+        command = group.get_command(context, name)
+        assert command is not None, "it is in the list"
+        yield name, command
+
+
 def _command(command: Command, distribution: str) -> Iterator[str]:
     yield f"## `forge {command.name}`"
     yield ""
@@ -84,10 +93,10 @@ def _page(name: str, command: click.Command) -> Iterator[str]:
         yield from table(("option", "default", "meaning"), (_option(one, context) for one in options))
         yield ""
     if isinstance(command, click.Group):
-        for sub in sorted(command.commands):
+        for sub, inner in subcommands(command):
             yield f"### `{name} {sub}`"
             yield ""
-            yield from _page(f"{name} {sub}", command.commands[sub])
+            yield from _page(f"{name} {sub}", inner)
 
 
 def _option(option: click.Option, context: click.Context) -> tuple[str, str, str]:

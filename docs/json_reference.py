@@ -9,7 +9,8 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 import attrs
 import click
-from markdown_table import table  # it lies beside this file
+from command_reference import subcommands  # it lies beside this file
+from markdown_table import table  # and so does this one
 
 from forge_core.commands.invocation import load_command
 from forge_core.config.field_docs import field_docs
@@ -49,7 +50,7 @@ def commands(catalog: Catalog) -> Iterator[tuple[str, click.Command]]:
 def _with_subcommands(name: str, command: click.Command) -> Iterator[tuple[str, click.Command]]:
     if not isinstance(command, click.Group) or command.invoke_without_command:
         yield name, command
-    for sub, inner in sorted(command.commands.items()) if isinstance(command, click.Group) else ():
+    for sub, inner in subcommands(command) if isinstance(command, click.Group) else ():
         yield from _with_subcommands(f"{name} {sub}", inner)
 
 
