@@ -18,7 +18,8 @@ from doc_pages import DOCS, HOOKS, HOOKS_OF_PACKAGES, PAGES, ROOT
 from forge_core.config.builder import ComponentBuilder, config_class
 from forge_core.config.field_docs import field_docs
 from forge_core.config.sections import Job
-from forge_core.registry.catalog import CatalogEntry
+from forge_core.job import InvalidError, structure
+from forge_core.registry.catalog import Catalog, CatalogEntry
 from forge_core.registry.component import PHASES, Kind
 from forge_core.registry.discovery import discover
 from forge_core.registry.hookspecs import ForgeSpecs, specifications
@@ -59,7 +60,8 @@ def kinds_of_packages() -> dict[str, Kind]:
 def config_classes() -> dict[str, type]:
     """Those of the core's sections and of our installed components, with the classes of their fields."""
     catalog = discover()
-    found: list[type] = [field.type for field in attrs.fields(attrs.resolve_types(Job)) if attrs.has(field.type)]
+    sections = (field.type for field in attrs.fields(attrs.resolve_types(Job)))
+    found: list[type] = [part for one in sections for part in all_parts(one) if attrs.has(part)]
     for plugin in catalog.plugins:
         if plugin.distribution.startswith("forge-plugins-"):
             for kind, component in plugin.components:
@@ -91,6 +93,31 @@ def test_the_generated_reference_names_every_key(tmp_path):
     for cls in config_classes().values():
         for field in attrs.fields(cls):
             assert f"| `{field.name}` |" in reference
+
+
+def test_a_table_in_a_sentence_is_what_one_of_our_keys_takes():
+    spans = [
+        (page.name, key, " ".join(table.split()))
+        for page in PAGES
+        for key, table in re.findall(r"`(?:\w+\.)*(\w+) = (\{[^`…]*\})`", page.read_text(encoding="utf-8"))
+    ]
+    classes, catalog, looked_at = config_classes().values(), discover(), set()
+    for page, key, table in spans:
+        if types := [field.type for cls in classes for field in attrs.fields(cls) if field.name == key]:
+            value = tomllib.loads(f"value = {table}")["value"]
+            problems = [problem_of(value, one, catalog) for one in types]
+            assert "" in problems, f"{page}: {key} = {table}: {problems}"
+            looked_at.add(page)
+    assert {"chat.md", "image-data.md", "preference-tuning.md"} <= looked_at
+
+
+def problem_of(value: object, annotation: type, catalog: Catalog) -> str:
+    """Why a value of a configuration is not of a type; empty if it is."""
+    try:
+        structure(value, annotation, catalog)
+    except InvalidError as error:
+        return str(error)
+    return ""
 
 
 def generate_reference(folder: Path) -> str:
