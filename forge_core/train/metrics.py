@@ -79,6 +79,11 @@ class Metrics:
         logs = bool(self._source_names) and self.is_logged(step)
         self._model.loss.sums_of_sources = zeros_of_sources(len(self._source_names), self._run.device) if logs else None
 
+    def sums_of_sources(self) -> list[torch.Tensor]:
+        """The losses and targets of each source in this step, of this rank; nothing if they are not logged."""
+        sums = self._model.loss.sums_of_sources
+        return [] if sums is None else [sums]
+
     def count(self, microbatches: Sequence[Batch]) -> None:
         """Count one more step, of which this rank had these, in the host's memory."""
         self._steps += 1
@@ -99,8 +104,7 @@ class Metrics:
         if auxiliary and mesh.degrees["tp"] > 1:
             whole = mesh.sum_over(torch.stack([*auxiliary.values()]), ("tp",))
             auxiliary = dict(zip(auxiliary, whole.unbind(), strict=True))
-        of_sources = self._model.loss.sums_of_sources
-        sums = [] if of_sources is None else [*of_sources.to(values["loss"].dtype).flatten().unbind()]
+        sums = [one for each in self.sums_of_sources() for one in each.to(values["loss"].dtype).flatten().unbind()]
         over_ranks = torch.stack([values["loss"], *auxiliary.values(), *sums])
         loss, *means = mesh.sum_over(over_ranks, LOSS_AXES).unbind()
         means, sums = means[: len(auxiliary)], means[len(auxiliary) :]

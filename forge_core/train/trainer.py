@@ -147,7 +147,7 @@ class Trainer:
         return self.step
 
     def _sums_of_modules(self) -> list[torch.Tensor]:
-        return [*self.step_modules.accumulators(), *LEDGER.sums()]
+        return [*self.step_modules.accumulators(), *LEDGER.sums(), *self.metrics.sums_of_sources()]
 
     def _describe_step(self, loss: torch.Tensor, gradients: Gradients) -> tuple[StepContext, dict[str, torch.Tensor]]:
         """The step for callbacks, and its metrics, to be completed."""

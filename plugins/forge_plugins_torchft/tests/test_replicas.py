@@ -40,20 +40,30 @@ def have_same_bits(job):
     )
 
 
+def losses_of_sources(lines):
+    return [{name: value for name, value in line.items() if name.startswith("loss/")} for line in lines]
+
+
 def test_two_replicas_train_as_one_process_does_and_resume(job):
     single = ["train.batch_size=8", "callbacks=[]", "run.name=single"]
-    code, said = job.run("run", *single, "train.steps=8")
+    both = [f'{{name="text_files", path="{job.folder}/text", pattern="{files}.txt"}}' for files in ("[0-5]", "[6-9]")]
+    sources = [f'{{name="{name}", weight=1.0, source={one}}}' for name, one in zip("ab", both, strict=True)]
+    mixed = f'data={{name="mixture", sources=[{", ".join(sources)}]}}'
+    code, said = job.run("run", *single, "train.steps=8", mixed)
     assert code == 0, said
     reference = training(job.lines(job.folder / "runs" / "single", "metrics.jsonl"))
+    of_sources = losses_of_sources(job.lines(job.folder / "runs" / "single", "metrics.jsonl"))
+    assert of_sources[0].keys() == {"loss/a", "loss/b"}
 
-    code, said = job.run("replicas", *BOTH, "train.steps=5")
+    code, said = job.run("replicas", *BOTH, "train.steps=5", mixed)
     assert code == 0, said
     assert training(job.metrics(0)) == training(job.metrics(1)) == nearly(reference[:5])
+    assert losses_of_sources(job.metrics(1)) == [pytest.approx(losses, rel=1e-5) for losses in of_sources[:5]]
     assert have_same_bits(job)
     assert manager_state(job, 0) == manager_state(job, 1) == {"step": 5, "batches_committed": 10}
 
     shutil.rmtree(job.directory(1))  # a machine was lost; another one takes up the checkpoint of the first
-    code, said = job.run("replicas", *BOTH, "train.steps=8")
+    code, said = job.run("replicas", *BOTH, "train.steps=8", mixed)
     assert code == 0, said
     assert training(job.metrics(0)) == nearly(reference)
     assert training(job.metrics(1)) == nearly(reference[5:])
