@@ -26,7 +26,8 @@ class StepModule(Protocol):
 
         It may change buffers only: parameters are the optimizer's, and cut over ranks (each a ``DTensor``; its
         ``full_tensor()`` is the whole one). A step that is left out, as its gradient is not finite, takes the change
-        back.
+        back. A persistent buffer stays as it is in a step that trains no parameter of the module that it is in, or, if
+        that has none, of the nearest module around it that has some; what is reported changes as ever.
 
         Args:
             progress: the step over the run's last one, in (0, 1].

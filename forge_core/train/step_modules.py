@@ -25,6 +25,7 @@ class StepModules:
         named: dict[str, Any] = {canonical_name(name): one for part in parts for name, one in part.named_modules()}
         self._modules: dict[str, Any] = {name: one for name, one in named.items() if isinstance(one, StepModule)}
         self._measured: dict[str, Any] = {name: one for name, one in named.items() if isinstance(one, ReportsMetrics)}
+        self._deciding = {one: _deciding(name, named) for name, one in named.items()}
         self._metric_names: Sequence[str] | None = None
 
     @torch.no_grad()
@@ -39,7 +40,8 @@ class StepModules:
 
     @torch.no_grad()
     def before_optimizer_step(self, progress: float, left_out: torch.Tensor | None = None) -> None:
-        """Sum all accumulators over the ranks that hold other tokens, in one collective, and hand them out.
+        """Sum all accumulators over the ranks that hold other tokens, in one collective, and hand them out. What a
+        module that is frozen saves in checkpoints stays as it is.
 
         Args:
             progress: as ``StepModule.before_optimizer_step``.
@@ -57,16 +59,16 @@ class StepModules:
                 reduced[module][name] = part.view(tensor.shape).to(tensor.dtype)
                 tensor.zero_()
         for name, module in self._modules.items():
-            if left_out is None:
-                with _named(module, name, "before_optimizer_step"):
-                    module.before_optimizer_step(reduced[name], progress)
-                continue
-            kept = [(owner, key, owner.get_buffer(key)) for owner, key in _buffers_of(module)]
-            before = [buffer.clone() for _, _, buffer in kept]
+            kept = [
+                (owner, key, owner.get_buffer(key), owner.get_buffer(key).clone(), frozen)
+                for owner, key in _buffers_of(module)
+                if (frozen := self._is_frozen(owner, key)) or left_out is not None
+            ]
             with _named(module, name, "before_optimizer_step"):
                 module.before_optimizer_step(reduced[name], progress)
-            for (owner, key, buffer), value in zip(kept, before, strict=True):
-                buffer.copy_(torch.where(left_out != 0, value, owner.get_buffer(key)))
+            for owner, key, buffer, value, frozen in kept:
+                new = owner.get_buffer(key)
+                buffer.copy_(value if frozen or left_out is None else torch.where(left_out != 0, value, new))
                 setattr(owner, key, buffer)  # a module may have put another one there
 
     @torch.no_grad()
@@ -88,9 +90,13 @@ class StepModules:
             self._metric_names = [name for stage in stages for name in stage]
         if not self._metric_names:
             return {}
-        nothing = torch.zeros((), device=device)
-        values = torch.stack([own.get(name, nothing) for name in self._metric_names])
+        values = torch.stack([own.get(name, torch.zeros((), device=device)) for name in self._metric_names])
         return dict(zip(self._metric_names, self._mesh.sum_over(values, ("pp",)).unbind(), strict=True))
+
+    def _is_frozen(self, owner: nn.Module, buffer: str) -> bool:
+        """Return whether a buffer is saved, and of a module that is not trained in this step."""
+        deciding = () if buffer in owner._non_persistent_buffers_set else self._deciding.get(owner, ())
+        return bool(deciding) and all(parameter.grad is None for parameter in deciding)
 
     def _accumulators(self) -> Iterator[tuple[str, str, torch.Tensor]]:
         for module, contributor in self._modules.items():
@@ -98,13 +104,19 @@ class StepModules:
                 yield module, name, tensor
 
 
+def _deciding(name: str, named: Mapping[str, nn.Module]) -> list[nn.Parameter]:
+    """The parameters of a module; if it has none, those of the nearest one around it that has. They are looked for
+    once, as a pass may put whole ones in their place for a while, which have no gradients."""
+    found = [*named[name].parameters()]
+    return found or (_deciding(name.rpartition(".")[0], named) if name else [])
+
+
 def _scalar(key: str, value: object) -> torch.Tensor:
     """The value of a tensor with one element, which may follow from parameters that are sharded over ranks."""
     if not isinstance(value, torch.Tensor) or value.numel() != 1:
         what = f"of the shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
         raise PluginError(f"the metric {key!r} must be a tensor with one value, and is {what}")
-    whole = value.full_tensor() if isinstance(value, DTensor) else value
-    return whole.float().reshape(())
+    return (value.full_tensor() if isinstance(value, DTensor) else value).float().reshape(())
 
 
 @contextmanager
@@ -122,8 +134,7 @@ def _named(module: nn.Module, name: str, method: str) -> Iterator[None]:
 def _buffers_of(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
     """The buffers that a step module may change, each as its module and its name there: not those of a step module
     inside it."""
-    for name, _ in module.named_buffers(recurse=False):
-        yield module, name
+    yield from ((module, name) for name, _ in module.named_buffers(recurse=False))
     for child in module.children():
         if not isinstance(child, StepModule):
             yield from _buffers_of(child)

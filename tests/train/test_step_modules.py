@@ -117,6 +117,73 @@ def test_each_buffer_is_kept_once_where_contributors_are_nested():
     assert not torch.cat([outer.bias, outer.inner.bias]).any()
 
 
+class Trained(Counter):
+    """Has a parameter, and keeps what it reports of the last step."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+        self.register_buffer("last", torch.zeros(2), persistent=False)
+
+    def before_optimizer_step(self, reduced, progress):
+        super().before_optimizer_step(reduced, progress)
+        self.last.copy_(reduced["count"])
+
+
+@pytest.mark.parametrize("left_out", [None, torch.tensor(0.0)], ids=["", "may be left out"])
+def test_what_a_frozen_module_saves_stays_and_what_it_reports_goes_on(left_out):
+    """A phase freezes and thaws by gradients alone, and so may a resume, or other phases, in any step."""
+    module = Trained()
+    contributors = StepModules([nn.ModuleDict({"0": module})], OneRank())
+    found = []
+
+    for gradient in (torch.zeros(2), None, None, torch.zeros(2)):
+        module.weight.grad = gradient
+        module.count += 1
+        contributors.before_optimizer_step(1.0, left_out)
+        found.append((module.bias[0].item(), module.last[0].item()))
+
+    assert found == [(1, 1), (1, 1), (1, 1), (2, 1)]
+
+
+def test_a_frozen_part_of_a_trained_module_stays_and_the_other_way_round():
+    outer = Outer()
+    outer.part.weight, outer.inner.weight, outer.weight = (nn.Parameter(torch.ones(1)) for _ in range(3))
+    contributors = StepModules([nn.ModuleDict({"0": outer})], OneRank())
+
+    def moved(*trained):
+        before = [one.clone() for one in (outer.part.scale, outer.inner.bias, outer.bias)]
+        for module in (outer.part, outer.inner, outer):
+            module.weight.grad = torch.zeros(1) if module in trained else None
+        for module in (outer, outer.inner):
+            module.count += 1
+        contributors.before_optimizer_step(1.0)
+        after = (outer.part.scale, outer.inner.bias, outer.bias)
+        return [not torch.equal(one, other) for one, other in zip(before, after, strict=True)]
+
+    assert moved() == [False, False, False]
+    assert moved(outer.part) == [True, False, True]
+    assert moved(outer.inner) == [False, True, True]
+    assert moved(outer) == [False, False, True]
+
+
+def test_a_module_without_parameters_goes_by_the_nearest_one_around_it_that_has_some():
+    layer = nn.ModuleDict({"router": nn.Sequential(Counter()), "experts": nn.Linear(1, 1)})
+    router = layer["router"][0]
+    other = nn.Linear(1, 1)
+    contributors = StepModules([nn.ModuleDict({"0": layer, "1": other})], OneRank())
+
+    other.weight.grad = torch.zeros(1, 1)
+    router.count += 1
+    contributors.before_optimizer_step(1.0)
+    assert not router.bias.any()
+
+    layer["experts"].bias.grad = torch.zeros(1)
+    router.count += 1
+    contributors.before_optimizer_step(1.0)
+    assert router.bias.tolist() == [1, 1]
+
+
 def test_what_a_forgotten_step_has_counted_is_thrown_away(parts):
     parts[0]["0"].count += 1
     contributors = StepModules(parts, OneRank())
