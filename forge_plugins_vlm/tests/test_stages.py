@@ -182,10 +182,20 @@ def test_a_stage_that_matches_or_trains_nothing_is_refused(folder, capsys, setti
     assert not (folder / "runs/refused").exists()
 
 
-def test_a_stage_that_freezes_everything_is_refused(folder, capsys):
-    settings = ["model.freeze_encoder=true", 'phases=[{at=2, train=["@encoder"]}]']
+@pytest.mark.parametrize(
+    ("phase", "sentence"),
+    [
+        ('train=["@encoder"]', "train: '@encoder'"),
+        ('train=["@encoder", "@connector"]', "train: '@encoder'"),
+        ('train=["blocks.*", "vision.encoder.layers.0.*"]', "train: 'vision.encoder.layers.0.*'"),
+        ('lr_scale={"@encoder"=10}', "lr_scale: '@encoder'"),
+    ],
+)
+def test_a_stage_that_names_what_is_always_frozen_is_refused(folder, capsys, phase, sentence):
+    settings = ["model.freeze_encoder=true", f"phases=[{{at=2, {phase}}}]"]
     assert main(["run", str(folder / "job.toml"), "run.name=refused", *settings]) == 2
-    assert "phases[0].train: it trains nothing: ['@encoder'] means parameters alone" in capsys.readouterr().err
+    assert f"phases[0].{sentence} means parameters alone that a key such as" in capsys.readouterr().err
+    assert not (folder / "runs/refused").exists()
 
 
 def test_a_group_of_the_model_has_an_optimizer_of_its_own(folder):

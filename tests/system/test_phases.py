@@ -1,5 +1,7 @@
 """``[[phases]]``: parts of a run that train otherwise, from the very update that they name."""
 
+import re
+
 import pytest
 import torch
 
@@ -8,6 +10,7 @@ from forge_core.cli import main
 from forge_core.config.problems import ConfigProblems
 from forge_core.config.sections import PhaseSection, TrainSection
 from forge_core.contracts.phase_plan import KnownParameters
+from forge_core.errors import ConfigError
 from forge_core.job import dump_job, load_job
 from forge_core.registry.discovery import discover
 from forge_plugins_optim.phases import Phases
@@ -104,6 +107,34 @@ def test_the_longest_pattern_counts_also_after_the_job_has_been_written(tiny, tm
             "blocks.1.q": 0.1,
             "head.w": 2.0,
         }
+
+
+ADAPTED = KnownParameters(
+    dict.fromkeys(("embed.w", "blocks.0.q.w", "blocks.0.q.adapter.up", "blocks.1.q.w", "blocks.1.q.adapter.up"), 1),
+    frozenset({"embed.w", "blocks.0.q.w", "blocks.1.q.w"}),
+    {"decoder": frozenset({"embed.w", "blocks.0.q.w", "blocks.0.q.adapter.up"}), "table": frozenset({"embed.w"})},
+)
+"""A model with adapters."""
+
+
+@pytest.mark.parametrize(
+    "phase", ['train=["@decoder"], lr_scale={"blocks.0.*"=0.5, "*"=2}', "lr_scale=0.5", 'train=["*.adapter.*"]']
+)
+def test_patterns_that_mean_frozen_parameters_among_others_train_the_others(tiny, phase):
+    job = load_job(tiny.config, [f"phases=[{{at=1, {phase}}}]"], catalog=discover(), world_size=1)
+
+    assert Phases(job=job, parameters={}, known=ADAPTED).at(1).frozen >= ADAPTED.fixed
+
+
+@pytest.mark.parametrize("key", ["train", "lr_scale"])
+@pytest.mark.parametrize("pattern", ["embed.*", "blocks.1.q.w", "@table"])
+def test_a_pattern_that_means_nothing_but_what_is_frozen_in_every_phase_is_refused(tiny, key, pattern):
+    """It would be frozen on, without a word, beside what another pattern means."""
+    value = f'["*.adapter.*", "{pattern}"]' if key == "train" else f'{{"{pattern}"=10, "*"=1}}'
+    job = load_job(tiny.config, [f"phases=[{{at=1}}, {{at=3, {key}={value}}}]"], catalog=discover(), world_size=1)
+
+    with pytest.raises(ConfigError, match=re.escape(f"phases[1].{key}: {pattern!r} means parameters alone that")):
+        Phases(job=job, parameters={}, known=ADAPTED)
 
 
 @pytest.mark.parametrize(

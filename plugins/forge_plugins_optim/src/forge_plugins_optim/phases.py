@@ -46,7 +46,7 @@ class Phases(PhasePlan):
         known: all of the model.
 
     Raises:
-        ConfigError: a pattern means no parameter of the model, or a phase trains none.
+        ConfigError: a pattern means no parameter of the model that can be trained, or a phase trains none.
     """
 
     def __init__(self, *, job: Job, parameters: Mapping[str, nn.Parameter], known: KnownParameters) -> None:
@@ -115,7 +115,7 @@ class Phases(PhasePlan):
         chosen = frozenset[str]().union(*map(self.known.meant_by, phase.train))
         frozen = frozenset(self.known.sizes.keys() - chosen) | self.known.fixed
         resolved = Phase(first_step, self._scales(scales), frozen)
-        self._refuse_nothing_trained(key, phase, resolved)
+        self._refuse_nothing_trained(key, resolved)
         return resolved
 
     def _scales(self, scales: Mapping[str, float]) -> dict[str, float]:
@@ -124,12 +124,8 @@ class Phases(PhasePlan):
             found.update(dict.fromkeys(self.known.meant_by(pattern), scales[pattern]))
         return found
 
-    def _refuse_nothing_trained(self, key: str, phase: PhaseSection, resolved: Phase) -> None:
-        trained = self.known.sizes.keys() - resolved.frozen
-        if not trained:
-            why = "means parameters alone that the model keeps frozen"
-            raise ConfigError(f"{key}.train: it trains nothing: {[*phase.train]} {why}; name others")
-        if not any(resolved.scales[name] for name in trained):
+    def _refuse_nothing_trained(self, key: str, resolved: Phase) -> None:
+        if not any(resolved.scales[name] for name in self.known.sizes.keys() - resolved.frozen):
             raise ConfigError(f"{key}.lr_scale: it trains nothing: the factor of all that it trains is 0; raise one")
 
 
@@ -157,11 +153,14 @@ def _patterns_of(names: Collection[str]) -> set[str]:
 def _refuse_idle(known: KnownParameters, where: str, patterns: Collection[str]) -> None:
     """
     Raises:
-        ConfigError: a pattern means no parameter of the model.
+        ConfigError: a pattern means no parameter of the model, or no other than parameters that stay frozen.
     """
     aliases = [f"@{one}" for one in known.aliases]
     for pattern in patterns:
-        if known.meant_by(pattern):
+        if meant := known.meant_by(pattern):
+            if meant <= known.fixed:
+                who = "a key such as model.freeze_encoder, or a pass such as lora, keeps frozen in every phase"
+                raise ConfigError(f"{where}: {pattern!r} means parameters alone that {who}; thaw them, or name others")
             continue
         names = aliases if pattern.startswith("@") else [*known.sizes, *_patterns_of(known.sizes)]
         hint = nearest_hint(pattern, names)
