@@ -112,7 +112,80 @@ def test_a_backward_is_counted_where_encoder_and_connector_are_trained(make_mode
     assert said("none") == pytest.approx(3 * (encoder + connector))
 
 
-@pytest.mark.parametrize("fusion", ["joint_decoder", "cross_attention"])
+def mlp(hidden_dim):
+    """A layer, and the weights of it by which a token is multiplied."""
+    return {"name": "mlp", "hidden_dim": hidden_dim}, 3 * 16 * hidden_dim
+
+
+def experts(n_experts, hidden_dim, top_k):
+    router = {"name": "softmax_topk", "top_k": top_k, "balance": 0.01}
+    layer = {"name": "moe", "n_experts": n_experts, "hidden_dim": hidden_dim, "router": router}
+    return layer, 16 * n_experts + top_k * 3 * 16 * hidden_dim
+
+
+MODALITIES = {
+    "mixture_of_transformers": (mlp(24), None),
+    "mixture_of_transformers of experts": (experts(4, 8, 2), None),
+    "moma of equal layers": (mlp(24), mlp(24)),
+    "moma with wider images": (mlp(24), mlp(80)),
+    "moma with narrower images": (mlp(80), mlp(24)),
+    "moma with experts of images": (mlp(24), experts(8, 8, 3)),
+    "moma with experts of both": (experts(4, 8, 2), experts(8, 12, 2)),
+}
+"""Fusions, with the feed-forward layers of text and of images."""
+
+
+def by_modality(make_model, name):
+    """A model, and the weights of a token of text and of an image in a layer: those of attention, 4 · 16², too."""
+    text, image = MODALITIES[name]
+    fusion = {"name": name.partition(" ")[0]} | ({} if image is None else {"image": image[0]})
+    return make_model(fusion=fusion, feed_forward=text[0]), 1024 + text[1], 1024 + (image or text)[1]
+
+
+@pytest.mark.parametrize("layout", ["tItttIt", "tttt", "I"])
+@pytest.mark.parametrize("name", MODALITIES)
+def test_each_token_counts_by_the_weights_of_its_modality(make_model, name, layout):
+    model, text, image = by_modality(make_model, name)
+    tiles = layout.count("I")
+    given = entries("moma", layout) | ({"pixels": images(1, tiles)} if tiles else {})
+    length = given["image_slots"].shape[1]
+    given["tokens"] = torch.zeros(1, length, dtype=torch.int64)
+    of_vision = counted("vision", model, given)
+
+    said = length * model.flops_per_token(length) + model.flops_beside(given)
+
+    of_blocks = 4 * tiles * image + (length - 4 * tiles) * text + 2 * length**2 * 16
+    assert said == pytest.approx(6.0 * (2 * of_blocks + length * model.head.weight.numel()) + 3 * of_vision)
+
+
+def test_weights_of_a_modality_are_those_that_torch_multiplies_by(make_model):
+    """Both layers look at all positions, and one product of each is kept."""
+    model, text, image = by_modality(make_model, "moma with wider images")
+    given = batch({})
+
+    of_text, of_image = (counted(f"blocks.1.{name}", model, given) for name in ("feed_forward", "image_feed_forward"))
+
+    assert (of_text, of_image) == (2 * 36 * (text - 1024), 2 * 36 * (image - 1024))
+
+
+def test_a_stage_of_a_pipeline_costs_what_a_tile_in_each_sequence_does(make_model):
+    model, text, image = by_modality(make_model, "moma with wider images")
+    of_weights = 6.0 * (4 * image + 60 * text) / 64
+
+    assert model.max_seq_len == 64
+    assert model.flops_of("blocks.1") == pytest.approx(of_weights + 12 * 64 * 16)
+
+
+def test_layers_of_other_stages_are_counted_where_the_images_are(make_model):
+    model, *_ = by_modality(make_model, "moma with wider images")
+    given = {"tokens": torch.zeros(1, 4, dtype=torch.int64), "pixels": images(1, 1), **entries("moma", "I")}
+    whole = model.flops_beside(given)
+    del model.blocks["1"]
+
+    assert model.flops_beside(given) == whole
+
+
+@pytest.mark.parametrize("fusion", ["joint_decoder", "cross_attention", "mixture_of_transformers", "moma"])
 def test_what_is_said_of_a_token_is_the_sum_of_all_parts(make_model, fusion):
     model = make_model(fusion)
     parts = ["embed", "vision", *(f"blocks.{layer}" for layer in model.blocks)]

@@ -43,6 +43,8 @@ class VisionLanguageModel(Transformer):
         self._is_bidirectional = getattr(config.fusion.config, "bidirectional", False)
         self._mrope_sections = getattr(config.fusion.config, "mrope_sections", None)
         self._image_tokens_travel = "image_tokens" in self.needs
+        self._further_weights = {int(layer): _further_weights(block) for layer, block in self.blocks.items()}
+        """By layer; of all of them on each stage of a pipeline."""
 
     def make_block(self, layer: int, build: Builder) -> nn.Module:
         """The fusion's."""
@@ -123,9 +125,9 @@ class VisionLanguageModel(Transformer):
 
     def flops_beside(self, batch: Mapping[str, torch.Tensor]) -> float:
         """Same as ``TowerModel.flops_beside``: those of the encoder, the connector and the layers that look at images
-        for the tiles that a batch has, with the ones that fill up rows, instead of one in ``max_seq_len`` tokens. A
-        backward of encoder and connector is counted in phases in which they are trained. The stage that has them counts
-        those of all layers.
+        for the tiles that a batch has, with the ones that fill up rows, instead of one in ``max_seq_len`` tokens; and
+        of positions of images by the weights of images. A backward of encoder and connector is counted in phases in
+        which they are trained. The stage that has them counts those of all layers.
         """
         if self.vision is None:
             return 0.0
@@ -136,7 +138,9 @@ class VisionLanguageModel(Transformer):
         of_tile = sum(self._flops_of_tile(*size, trains=trains) for size in sizes)
         image_tokens = self._image_tokens(shape[1], sizes)
         of_layers = sum(self._flops_of_images(layer, image_tokens, length) for layer in range(self.config.n_layers))
-        return rows * (shape[1] * of_tile + of_layers - length * self._usual_flops)
+        further = 6.0 * sum(self._further_weights.values())
+        placed = int((batch["image_slots"] != -1).sum()) if further and "image_slots" in batch else 0
+        return rows * (shape[1] * of_tile + of_layers - length * self._usual_flops) + placed * further
 
     def flops_per_token(self, seq_len: int) -> float:
         """Same as ``Model.flops_per_token``, with those of images for a tile in ``max_seq_len`` tokens, as ``forge
@@ -322,9 +326,18 @@ class VisionLanguageModel(Transformer):
     def _usual_flops_of_images(self, layer: int) -> float:
         """The same for a token, with one tile in ``max_seq_len`` tokens."""
         image_tokens = self._image_tokens(1, [self._tile_of_nothing()])
-        return self._flops_of_images(layer, image_tokens, self.max_seq_len) / self.max_seq_len
+        further = 6.0 * self._further_weights[layer] * image_tokens
+        return (self._flops_of_images(layer, image_tokens, self.max_seq_len) + further) / self.max_seq_len
 
     def _tile_of_nothing(self) -> tuple[int, int]:
         """The size of the tile that stands for none: an encoder runs on all ranks, or FSDP would wait for it."""
         height, width = self.config.encoder.config.usual_tile
         return height, width
+
+
+def _further_weights(block: Any) -> int:
+    """How many more weights a token of an image is multiplied by than one of text; less than 0 if it is fewer."""
+    if not hasattr(block, "active_image_parameters"):
+        return 0
+    more: int = block.active_image_parameters() - block.active_parameters()
+    return more

@@ -34,7 +34,8 @@ class FusionConfig:
     them."""
 
     def flops_of_images(self, layer: int, model: VisionLanguageConfig, image_tokens: int, positions: int) -> float:
-        """FLOPs of the forward of one row in a layer, beyond what its block counts for each position.
+        """FLOPs of the forward of one row in a layer, beyond what its block counts for each position, by
+        ``active_parameters`` and ``active_image_parameters``.
 
         Args:
             image_tokens: F of the row, with the ones that fill it up.
@@ -62,6 +63,10 @@ class Fusion(Protocol):
         for it; and ``image_tile`` ``(F,)`` int64, the tile of each, or ``(B, F)`` where rows have tiles of
         several sizes. While text is generated, they are there in each forward; ``LayerCache.beside`` keeps what a
         block makes of them.
+
+        A block whose ``active_parameters`` are those of a token of text alone has ``active_image_parameters() -> int``:
+        those of a token of an image. Each token then counts by its modality, also where a block multiplies by the
+        weights of both and keeps one product. Without it, both have as many.
 
         A block may have a method ``parameter_aliases() -> Mapping[str, Sequence[str]]``: patterns of the names of its
         parameters that are not the decoder's own, by the name of a group, such as ``image``. These are then groups of

@@ -85,6 +85,11 @@ class MoMaBlock(Block):
         roles = self.image_feed_forward.parameter_roles()
         return super().parameter_roles() | {f"image_feed_forward.{name}": role for name, role in roles.items()}
 
+    def active_image_parameters(self) -> int:
+        """Those of a token of an image, as ``active_parameters`` has those of text (``Fusion.block``)."""
+        weights: int = self.attention.active_parameters() + self.image_feed_forward.active_parameters()
+        return weights
+
     def parameter_aliases(self) -> dict[str, list[str]]:
         """Same as ``AliasedModel.parameter_aliases``, of this block."""
         return {"image": ["image_feed_forward.*"]}
