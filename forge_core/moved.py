@@ -38,9 +38,7 @@ class MovedModules:
         name, new = module.__name__, _table()["aliases"].get(module.__name__)
         if new is not None:
             # stacklevel 2 is the import statement: Python leaves its own import machinery out
-            warnings.warn(
-                f"{name} is {new} now; the old name goes with forge-core 0.2", DeprecationWarning, stacklevel=2
-            )
+            warnings.warn(f"{name} is {new} now; its old name goes with version 0.2", DeprecationWarning, stacklevel=2)
             sys.modules[name] = import_module(new)
 
 

@@ -40,7 +40,8 @@ def config(
 ) -> None:
     """Print the job in CONFIG with every default, and every component by its qualified name, as TOML.
 
-    OVERRIDES are --section.key=value, section.key=value or --section.key value. With --diff they apply to both files.
+    OVERRIDES are --section.key=value, section.key=value or --section.key value; ~section.key takes a key back.
+    With --diff they apply to both files.
     """
     from forge_core.job import dump_job, job_table, load_job
 

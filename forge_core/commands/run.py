@@ -39,7 +39,7 @@ def run(
 ) -> None:
     """Train the job in CONFIG, or go on with it: a run that was interrupted continues from its last checkpoint.
 
-    OVERRIDES are --section.key=value, section.key=value or --section.key value.
+    OVERRIDES are --section.key=value, section.key=value or --section.key value; ~section.key takes a key back.
 
     Exit codes: 0 reached its end, 1 unexpected, 2 invalid configuration, data or plugin, 3 stopped early with a
     checkpoint saved, 4 non-finite loss or gradient, 5 lost another rank.

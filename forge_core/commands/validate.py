@@ -64,7 +64,7 @@ def validate(
 ) -> None:
     """Check the job in CONFIG and report every problem at once, each with the file and line.
 
-    OVERRIDES are --section.key=value, section.key=value or --section.key value.
+    OVERRIDES are --section.key=value, section.key=value or --section.key value; ~section.key takes a key back.
 
     Exit codes: 0 valid, 2 not.
     """

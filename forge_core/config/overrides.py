@@ -1,4 +1,5 @@
-"""Settings from the command line: ``--train.steps=20``, ``train.steps=20`` and ``--train.steps 20`` mean the same."""
+"""Settings from the command line: ``--train.steps=20``, ``train.steps=20`` and ``--train.steps 20`` mean the same;
+``~train.steps`` takes one back."""
 
 from __future__ import annotations
 
@@ -11,10 +12,12 @@ import attrs
 
 from forge_core.config.describe import describe
 from forge_core.config.problems import ConfigProblems, InvalidError, KeyPath, Location, Problem, key_text
-from forge_core.config.toml_file import Document, chooses_another
+from forge_core.config.toml_file import Document, chooses_another, forget, key_path, unset
 from forge_core.config.toml_text import parse_toml
 from forge_core.errors import nearest
 
+_NOTHING = object()
+"""The value of what is taken back."""
 _NEGATIVE_NUMBER = re.compile(r"-(\d|\.\d|inf|nan)")
 
 
@@ -29,8 +32,9 @@ class Override:
 
     @property
     def depth(self) -> int:
-        """How many tables are around what this sets; a component's ``name`` stands for the table that it is in."""
-        return len(self.path) - (self.path[-1] == "name")
+        """How many tables are around what this sets; a component's ``name`` stands for the table that it is in, and a
+        key is taken back before it is set."""
+        return len(self.path) - (self.path[-1] == "name" or self.value is _NOTHING)
 
 
 def with_overrides(
@@ -54,7 +58,10 @@ def with_overrides(
     for override in sorted(overrides, key=lambda override: override.depth):
         location = Location(override.text, is_override=True)
         try:
-            _set(edited, override, location)
+            if override.value is _NOTHING:
+                unset(edited, override.path)
+            else:
+                _set(edited, override, location)
         except InvalidError as error:
             problems += [attrs.evolve(problem, location=location) for problem in error.problems]
     if problems:
@@ -70,12 +77,15 @@ def _parse(
         text = " ".join(words)
         key, equals, raw = words[0].removeprefix("--").partition("=")
         try:
+            if text.startswith("~"):
+                overrides.append(Override(text, key_path(text[1:]), _NOTHING))
+                continue
             _require_setting(text, key, sections, options)
             if len(words) == 2:
                 raw = words[1]
             elif not equals:
                 raise InvalidError.because(f"needs a value, as in {text}=…")
-            overrides.append(Override(text, _path(key), _value(raw)))
+            overrides.append(Override(text, key_path(key), _value(raw)))
         except InvalidError as error:
             location = Location(text, is_override=True)
             problems += [attrs.evolve(problem, location=location) for problem in error.problems]
@@ -116,20 +126,6 @@ def _starts_another(token: str, sections: Collection[str]) -> bool:
     return bool(equals) and key.partition(".")[0] in sections
 
 
-def _path(key: str) -> KeyPath:
-    try:
-        parsed: Any = parse_toml(f"{key} = 0")
-    except ValueError:
-        parsed = {}
-    path: KeyPath = ()
-    while isinstance(parsed, dict):
-        if len(parsed) != 1:  # not TOML, or a line break that would smuggle in a second key
-            raise InvalidError.because(f"'{key}' is not a key; keys are words joined by dots")
-        ((part, parsed),) = parsed.items()
-        path = (*path, part)
-    return path
-
-
 def _value(raw: str) -> Any:
     """A TOML value; what is none is a string, so that words need no quotes.
 
@@ -164,9 +160,9 @@ def _set(document: Document, override: Override, location: Location) -> None:
     if key == "name" and chooses_another(holder, {"name": override.value}, path):
         for other in [*holder]:
             del holder[other]
-            _forget(document, (*path, other))
+            forget(document, (*path, other))
         document.locations[path] = location
-    _forget(document, (*path, key))
+    forget(document, (*path, key))
     holder[key] = override.value
     document.locations[*path, key] = location
 
@@ -186,8 +182,3 @@ def _key_in(holder: Any, part: str | int, path: KeyPath) -> str | int:
             return int(part)
         raise InvalidError.because(f"{where} has {len(holder)} entries; '{part}' is not one of them")
     raise InvalidError.because(f"{where} is {describe(holder)}, not a table")
-
-
-def _forget(document: Document, path: KeyPath) -> None:
-    for known in [known for known in document.locations if known[: len(path)] == path]:
-        del document.locations[known]

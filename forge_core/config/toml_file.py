@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 import tomllib
 from collections.abc import Mapping
@@ -10,10 +11,10 @@ from typing import Any
 
 import attrs
 
-from forge_core.config.problems import ConfigProblems, KeyPath, Location, Problem
+from forge_core.config.problems import ConfigProblems, InvalidError, KeyPath, Location, Problem, key_text
 from forge_core.config.regular_file import read_regular_file
 from forge_core.config.toml_positions import key_lines
-from forge_core.config.toml_text import MAX_BYTES, refuse_depth, toml_tokens
+from forge_core.config.toml_text import MAX_BYTES, parse_toml, refuse_depth, toml_tokens
 from forge_core.errors import ConfigError, nearest
 from forge_core.registry.plugin_files import trust
 
@@ -41,8 +42,8 @@ class Document:
 
 
 def read_document(path: Path) -> Document:
-    """Read a TOML file, on top of the files that its ``extends`` names. ``run.name`` is not taken over from them:
-    another experiment is another run.
+    """Read a TOML file, on top of the files that its ``extends`` names, without the keys that its ``unset``
+    names. ``run.name`` is not taken over from them: another experiment is another run.
 
     Raises:
         ConfigError: a file is missing, unreadable, too large or not TOML, the files extend each other in a circle, or
@@ -63,28 +64,84 @@ class _Reading:
         extends = layer.table.pop("extends", [])
         names = [extends] if isinstance(extends, str) else extends
         if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
-            raise _about_extends(layer, 'expected a file name or an array of file names, as in extends = "base.toml"')
+            raise _about(layer, 'expected a file name or an array of file names, as in extends = "base.toml"')
         chain = (*chain, path)
         result = Document({}, {(): Location(str(path))})
         for name in names:
             result = layered(result, self._base(path.parent / Path(name).expanduser(), layer, chain))
-        return layered(result, layer)
+        return layered(_without(result, layer), layer)
 
     def _base(self, base: Path, layer: Document, chain: tuple[Path, ...]) -> Document:
         try:
             place, is_there = base.resolve(), base.is_file()
         except (OSError, ValueError, RuntimeError) as error:  # a name that no file can have, or links in a circle
-            raise _about_extends(layer, f"{str(base)!r} is no name of a file ({error})") from None
+            raise _about(layer, f"{str(base)!r} is no name of a file ({error})") from None
         if any(place == file.resolve() for file in chain):
             circle = " extends ".join(str(file) for file in (*chain, base))
-            raise _about_extends(layer, f"the files extend each other in a circle: {circle}")
+            raise _about(layer, f"the files extend each other in a circle: {circle}")
         if not is_there:
-            raise _about_extends(layer, f"there is no file {base} (names are relative to the file that extends)")
+            raise _about(layer, f"there is no file {base} (names are relative to the file that extends)")
         if place not in self._documents:
             if len(self._documents) + len(chain) >= MAX_FILES:
-                raise _about_extends(layer, f"{base} would be one file more than {MAX_FILES}, the most that are read")
+                raise _about(layer, f"{base} would be one file more than {MAX_FILES}, the most that are read")
             self._documents[place] = _without_run_name(self.read(base, chain))
         return self._documents[place]
+
+
+def _without(base: Document, layer: Document) -> Document:
+    """``base`` without the keys that ``unset`` of the file on top of it names."""
+    keys = layer.table.pop("unset", [])
+    if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys):
+        raise _about(layer, 'expected an array of keys, as in unset = ["checkpoint.keep_last"]', "unset")
+    result = Document(copy.deepcopy(base.table), dict(base.locations)) if keys else base
+    for key in keys:
+        try:
+            unset(result, key_path(key))
+        except InvalidError as error:
+            raise _about(layer, str(error), "unset") from None
+    return result
+
+
+def unset(document: Document, path: KeyPath) -> None:
+    """Take a key back, in place: it has its default again.
+
+    Raises:
+        InvalidError: it is not set.
+    """
+    holder: Any = document.table
+    for part in path[:-1]:
+        holder = holder.get(part) if isinstance(holder, dict) else None
+    if not isinstance(holder, dict) or path[-1] not in holder:
+        near = nearest(str(path[-1]), holder) if isinstance(holder, dict) else None
+        hint = f"; did you mean '{key_text((*path[:-1], near))}'?" if near else ""
+        raise InvalidError.because(f"'{key_text(path)}' is not set{hint}")
+    del holder[path[-1]]
+    forget(document, path)
+
+
+def forget(document: Document, path: KeyPath) -> None:
+    """Forget where ``path`` and what is within was written."""
+    for known in [known for known in document.locations if known[: len(path)] == path]:
+        del document.locations[known]
+
+
+def key_path(key: str) -> KeyPath:
+    """The parts of a key, ``"train.steps"``.
+
+    Raises:
+        InvalidError: it is none.
+    """
+    try:
+        parsed: Any = parse_toml(f"{key} = 0")
+    except ValueError:
+        parsed = {}
+    path: KeyPath = ()
+    while isinstance(parsed, dict):
+        if len(parsed) != 1:  # not TOML, or a line break that would smuggle in a second key
+            raise InvalidError.because(f"'{key}' is not a key; keys are words joined by dots")
+        ((part, parsed),) = parsed.items()
+        path = (*path, part)
+    return path
 
 
 def _without_run_name(base: Document) -> Document:
@@ -140,8 +197,8 @@ def read_plugin_file(path: Path) -> str:
     return text
 
 
-def _about_extends(layer: Document, sentence: str) -> ConfigError:
-    return ConfigProblems([Problem(("extends",), sentence, location=layer.locate(("extends",)))])
+def _about(layer: Document, sentence: str, key: str = "extends") -> ConfigError:
+    return ConfigProblems([Problem((key,), sentence, location=layer.locate((key,)))])
 
 
 def _what_was_meant(path: Path) -> str:

@@ -30,9 +30,7 @@ def find_cluster(catalog: Catalog, environment: Mapping[str, str]) -> ClusterEnv
     if len(found) > 1:
         names = " and ".join(provided.qualified_name for provided in found)
         last = [*found][-1].plugin.distribution
-        raise ConfigError(
-            f"{len(found)} clusters at once: {names} detect their variables; --disable-plugin {last} drops one"
-        )
+        raise ConfigError(f"{len(found)} clusters detect their variables: {names}; --disable-plugin {last} drops one")
     missing = "" if found or "RANK" in environment else missing_cluster(catalog, environment)
     if missing:
         raise ConfigError(missing)

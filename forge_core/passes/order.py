@@ -208,15 +208,13 @@ def _index(phase: str) -> int:
     return tuple(PHASES).index(phase)
 
 
-def _needed(
-    passes: Mapping[str, ComponentRef | None], catalog: Catalog, switched_off: Collection[str]
-) -> CatalogEntry | None:
+def _needed(passes: Mapping[str, ComponentRef | None], catalog: Catalog, off: Collection[str]) -> CatalogEntry | None:
     """A pass that a pass of the job needs and the job does not name, if just one is installed and may be added."""
     declared = _declarations(passes.values(), catalog)
     present = {name for _, component in declared for name in names_of(component)}
     needed = {need.other for _, component in declared for need in component.needs if not need.when}
     for name in sorted(needed - present):
-        wanted = [one for one in catalog.providers("parallel_pass", name) if one.qualified_name not in switched_off]
+        wanted = [one for one in catalog.providers("parallel_pass", name) if one.qualified_name not in off]
         if len(wanted) == 1:
             return wanted[0]
     return None

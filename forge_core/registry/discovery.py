@@ -247,9 +247,8 @@ def _listed(candidate: _Candidate, kinds: Iterable[Kind]) -> dict[str, list[Comp
             hint = did_you_mean(one.kind, descriptors) or f" Kinds: {', '.join(descriptors)}."
             candidate.fail("broken", f"components: '{one.name}' has the kind {one.kind!r}, which is none.{hint}")
         elif not isinstance(one, descriptors[one.kind]):
-            candidate.fail(
-                "broken", f"components: '{one.name}' must be a {descriptors[one.kind].__name__}, not {_a(one)}"
-            )
+            wanted = descriptors[one.kind].__name__
+            candidate.fail("broken", f"components: '{one.name}' must be a {wanted}, not {_a(one)}")
         else:
             found.setdefault(one.kind, []).append(one)
     return found

@@ -30,9 +30,7 @@ CORE_KINDS = (
     _kind("feed_forward", "FeedForward", "the position-wise half of a block", _MODULE),
     _kind("router", "Router", "which experts see which token", _MODULE),
     _kind("optimizer", "OptimizerFactory", "how gradients become updates", returns="torch.optim:Optimizer"),
-    _kind(
-        "scheduler", "Schedule", "the learning rate's multiplier at each step", _FUNCTION, optional=("tokens_per_step",)
-    ),
+    _kind("scheduler", "Schedule", "the multiplier of learning rates", _FUNCTION, optional=("tokens_per_step",)),
     _kind(
         "parametrization",
         "ParametrizationFactory",

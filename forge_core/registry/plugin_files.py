@@ -165,9 +165,7 @@ class _TextLoader(SourceFileLoader):
         return self._text
 
 
-def _component(
-    file: str, module: ModuleType, made: Any, about: Mapping[str, Any], kinds: Mapping[str, Kind]
-) -> Component:
+def _component(file: str, module: ModuleType, made: Any, about: dict[str, Any], kinds: Mapping[str, Kind]) -> Component:
     kind = about["kind"]
     if kind not in kinds:
         from forge_core.registry.suggestions import did_you_mean  # a dear import, for the sad path only

@@ -351,9 +351,7 @@ class _Training:
 
     def _make_replicas(self) -> Replicas:
         found = [callback for _, callback in self._setup.callbacks if isinstance(callback, Replication)]
-        if not found:
-            return Replicas()
-        return JoinedReplicas(found[0], self._run, self._setup.catalog)
+        return JoinedReplicas(found[0], self._run, self._setup.catalog) if found else Replicas()
 
     def _make_rollback(self, built: Built, guard: StepGuard) -> Rollback:
         setup = self._setup
@@ -368,8 +366,6 @@ class _Training:
 
     def _make_saving(self, built: Built, rollback: Rollback, metrics: Metrics, replicas: Replicas) -> Saving:
         setup, checkpoint = self._setup, self._setup.job.checkpoint
-        own = {"forge-core": forge_core.__version__, "torch": torch.__version__}
-
         contents = Contents(
             run=self._run,
             built=built,
@@ -378,7 +374,7 @@ class _Training:
             callbacks=tuple(setup.callbacks),
             evaluation_weights=self._evaluation_weights,
             tracker_states=self._trackers.states,
-            versions={**own, **_versions(setup)},
+            versions={"forge-core": forge_core.__version__, "torch": torch.__version__, **_versions(setup)},
             accumulation_asked_for=setup.accumulation_asked_for,
         )
         return Saving(

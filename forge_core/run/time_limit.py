@@ -72,13 +72,11 @@ class TimeLimit:
         say(f"{why}: this one will stop {self._lead:.0f} s before {self._what}")
 
     @contextmanager
-    def watched(
-        self, requests: Requests, say: Callable[[str], None], stopping: Callable[[float], None]
-    ) -> Iterator[None]:
+    def watched(self, requests: Requests, say: Callable[[str], None], note: Callable[[float], None]) -> Iterator[None]:
         """Ask the run to stop when the time comes. One rank is enough.
 
         Args:
-            stopping: told, from another thread, how many seconds there are then.
+            note: told, from another thread, how many seconds there are then.
         """
         if self._end is None:
             yield
@@ -92,7 +90,7 @@ class TimeLimit:
             if not requests.stop:
                 requests.stop = TIME_LIMIT
                 say(f"{self._what} comes in {self._lead:g} s: will save and stop after this step")
-            stopping(self._lead)
+            note(self._lead)
 
         thread = threading.Thread(target=watch, name="forge-deadline", daemon=True)
         thread.start()

@@ -127,9 +127,7 @@ def build_model(
         on_host |= getattr(one, "parameters_on_host", False)
         if hasattr(one, "split"):
             if split is not None:
-                raise ConfigError(
-                    f"parallel.passes.{use.name}: another pass has cut the model already; keep one of them"
-                )
+                raise ConfigError(f"parallel.passes.{use.name}: another pass has cut the model; keep one of them")
             split = one
             cut, touched = one.split(model, context)
             parts = list(cut)

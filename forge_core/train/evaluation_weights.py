@@ -83,9 +83,7 @@ class EvaluationWeights:
             found = tensor.dtype if isinstance(tensor, torch.Tensor) else type(tensor).__name__
             return f"a {found} for {name}, which must be a tensor of floating-point numbers"
         if _layout(tensor) != _layout(parameter):
-            return (
-                f"a tensor {_layout(tensor)} for {name}, which is {_layout(parameter)}; it must be like its parameter"
-            )
+            return f"a tensor {_layout(tensor)} for {name}, which is {_layout(parameter)}; the two must be alike"
         return None
 
     def _values(self, name: str) -> torch.Tensor:

@@ -96,9 +96,7 @@ class ModelEvaluator:
         if by == "source":
             return LossTotal(total, count, dict(zip(names, totals, strict=True)), has_perplexity=has_perplexity)
         if sum(one.count for one in totals) != count:
-            raise PluginError(
-                f"{loss.words} does not tell the loss of each position (LossSum.each), nor of each sample"
-            )
+            raise PluginError(f"{loss.words} does not tell the loss of each position (LossSum.each), nor of a sample")
         return LossTotal(total, count, samples=totals, has_perplexity=has_perplexity)
 
     def batches(self, source: DataSource, *, samples: int = 0) -> Iterator[Batch]:
@@ -133,14 +131,12 @@ class ModelEvaluator:
 
     def _numbered_batches(self, source: DataSource, samples: int) -> Iterator[tuple[Batch, torch.Tensor]]:
         """This rank's batches, and which sample each row is ``(B,)``; rows beyond the last are that one."""
-        mesh, size = self._mesh, self.job.train.batch_size
-        batches = evaluation_batches(
-            source, batch_size=size, dp_rank=mesh.dp_rank, dp_size=mesh.dp_size, samples=samples
-        )
-        rows = torch.arange(mesh.dp_rank * size, (mesh.dp_rank + 1) * size, device=self.device)
+        mesh, n = self._mesh, self.job.train.batch_size
+        batches = evaluation_batches(source, batch_size=n, dp_rank=mesh.dp_rank, dp_size=mesh.dp_size, samples=samples)
+        rows = torch.arange(mesh.dp_rank * n, (mesh.dp_rank + 1) * n, device=self.device)
         last = min(samples or len(source), len(source)) - 1
         for index, batch in enumerate(batches):
-            yield batch, (rows + index * size * mesh.dp_size).clamp(max=last)
+            yield batch, (rows + index * n * mesh.dp_size).clamp(max=last)
 
     def _note(self, batch: Batch) -> None:
         if self._after_batch(batch):

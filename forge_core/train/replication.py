@@ -107,9 +107,7 @@ class JoinedReplicas(Replicas):
         if share is None:
             return False
         if self._taken_over is not None:
-            self._run.log(
-                f"took over the state of another replica: it was at step {self._taken_over}, this one at {step}"
-            )
+            self._run.log(f"took over the state of another replica, at step {self._taken_over}; this one was at {step}")
             self._run.directory.write_event("taken_over", step=self._taken_over, from_step=step)
             step, self._taken_over = self._taken_over, None
         if share == self.share:

@@ -218,6 +218,40 @@ def test_the_place_of_a_problem_from_the_command_line_is_what_was_typed(complain
     assert complaint("--trian.steps=3") == "--trian.steps=3: trian: unknown key; did you mean 'train'?"
 
 
+def test_a_key_is_taken_back_before_what_is_set_within_it(edit):
+    document = edit("~optimizer.lr", "optimizer.weight_decay=0.1", "model.feed_forward.name=mlp", "~model.feed_forward")
+
+    assert document.table["optimizer"] == {"name": "adamw", "weight_decay": 0.1}
+    assert document.table["model"] == {"name": "decoder", "dim": 64, "feed_forward": {"name": "mlp"}}
+    assert ("optimizer", "lr") not in document.locations
+    assert ("model", "feed_forward", "n_experts") not in document.locations
+
+
+def test_a_key_that_is_taken_back_has_its_default(write, catalog):
+    path = write()
+    path.write_text(path.read_text().replace("steps = 10", "steps = 10\nseed = 7"))
+
+    assert load_job(path, catalog=catalog).train.seed == 7
+    assert load_job(path, ["~train.seed"], catalog=catalog).train.seed == 42
+    with pytest.raises(ConfigError, match=r"train\.steps: is required"):
+        load_job(path, ["~train.steps"], catalog=catalog)
+
+
+@pytest.mark.parametrize(
+    ("setting", "sentence"),
+    [
+        ("~optimizer.lrr", "~optimizer.lrr: 'optimizer.lrr' is not set; did you mean 'optimizer.lr'?"),
+        ("~run.seed", "~run.seed: 'run.seed' is not set"),
+        ("~train.steps=3", "~train.steps=3: 'train.steps=3' is not a key; keys are words joined by dots"),
+        ("~", "~: '' is not a key"),
+    ],
+)
+def test_what_cannot_be_taken_back_is_told(edit, setting, sentence):
+    with pytest.raises(ConfigProblems) as caught:
+        edit(setting)
+    assert str(caught.value).startswith(sentence)
+
+
 def test_an_override_mends_a_wrong_value_of_the_file(write, catalog):
     path = write()
     path.write_text(path.read_text().replace("steps = 10", 'steps = "ten"'))

@@ -90,7 +90,7 @@ def test_every_reference_leads_somewhere(schema):
 @pytest.mark.parametrize(
     "text",
     [
-        'extends = "base.toml"\n[train]\nsteps = 3',
+        'extends = "base.toml"\nunset = ["train.seed"]\n[train]\nsteps = 3',
         'optimizer = "adamw"\ncallbacks = [{name = "progress", interval = 2}]',
         'model = {name = "decoder", feed_forward = {name = "moe", router = {name = "acme-routers:topk", k = 3}}}',
         'parallel.passes = {fsdp = true, compile = false, x = {name = "standard:fsdp", reshard = false}}',

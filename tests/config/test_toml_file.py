@@ -91,6 +91,17 @@ def test_a_run_of_another_name_keeps_its_other_keys(write):
     assert read_document(path).table == {"run": {"name": "b", "dir": "d"}}
 
 
+def test_a_file_takes_back_keys_and_tables_of_the_files_that_it_extends(write):
+    write('[train]\nsteps = 1\nseq_len = 8\n[eval]\ninterval = 5\n[eval.data]\npath = "x"\n', "base.toml")
+    path = write('extends = "base.toml"\nunset = ["train.steps", "eval"]\n[eval]\nsamples = 3\n')
+
+    document = read_document(path)
+
+    assert document.table == {"train": {"seq_len": 8}, "eval": {"samples": 3}}
+    assert ("eval", "data", "path") not in document.locations
+    assert read_document(Path("base.toml")).table["train"]["steps"] == 1
+
+
 def test_two_files_may_share_a_base(write):
     write("a = 1\n", "base.toml")
     write('extends = "base.toml"\n', "one.toml")
@@ -106,6 +117,10 @@ def test_two_files_may_share_a_base(write):
         ("extends = 3", "job.toml:1: extends: expected a file name or an array of file names"),
         ('extends = "job.toml"', "the files extend each other in a circle: job.toml extends job.toml"),
         ('extends = "./other.toml"', "in a circle: job.toml extends other.toml extends job.toml"),
+        ('unset = "a"', "job.toml:1: unset: expected an array of keys, as in unset = ["),
+        ('extends = "abc.toml"\nunset = ["x.abd"]', "job.toml:2: unset: 'x.abd' is not set; did you mean 'x.abc'?"),
+        ('extends = "abc.toml"\nunset = ["x.abc.d"]', "job.toml:2: unset: 'x.abc.d' is not set"),
+        ('extends = "abc.toml"\nunset = ["x y"]', "job.toml:2: unset: 'x y' is not a key; keys are words joined by"),
         ("a = 1\nb = = 2", "job.toml:2: not valid TOML: invalid value (column 5)"),
         ("a = 1\na = 2", "job.toml:2: not valid TOML: cannot overwrite a value"),
         ("a = [1,\n\n", "job.toml:2: not valid TOML: "),
@@ -114,6 +129,7 @@ def test_two_files_may_share_a_base(write):
 )
 def test_files_that_cannot_be_used_are_refused_with_the_line(write, text, message):
     write('extends = "job.toml"', "other.toml")
+    write("x.abc = 1", "abc.toml")
 
     with pytest.raises(ConfigError) as caught:
         read_document(write(text))

@@ -73,7 +73,7 @@ def test_two_clusters_at_once_are_refused_by_their_names(made_up):
     made_up("bolt")
 
     with pytest.raises(
-        ConfigError, match="2 clusters at once: acme:acme and bolt:bolt detect their variables; --disable-plugin bolt"
+        ConfigError, match="2 clusters detect their variables: acme:acme and bolt:bolt; --disable-plugin bolt"
     ):
         find_cluster(discover(), {"MADE_UP": "2"})
     assert find_cluster(discover(["bolt"]), {"MADE_UP": "2"}).title == "Made-up"

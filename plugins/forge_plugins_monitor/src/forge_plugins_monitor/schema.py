@@ -60,11 +60,16 @@ class _Schema:
             "description": "Files that this one is on top of, relative to it; later ones win over earlier ones.",
             "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}],
         }
+        unset = {
+            "description": "Keys of these files that have their defaults again, such as checkpoint.keep_last.",
+            "type": "array",
+            "items": {"type": "string"},
+        }
         return {
             "$schema": "https://json-schema.org/draft/2020-12/schema",
             "title": "Forge job",
             **root,
-            "properties": {"extends": extends, **root["properties"]},
+            "properties": {"extends": extends, "unset": unset, **root["properties"]},
             "$defs": dict(sorted(self._definitions.items())),
         }
 
