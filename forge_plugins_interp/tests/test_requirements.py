@@ -50,7 +50,7 @@ REQUIREMENTS = {
         "test_extraction": ("a_killed_extraction_goes_on", "what_is_kept", "a_full_disk_is_told_before_the_first_byte"),
     },
     "I-7 ids and metadata, no padding": {
-        "test_extraction": ("stimuli_have_their_ids_and_no_padding", "a_last_document_without_targets_is_padding"),
+        "test_extraction": ("stimuli_have_their_ids_and_no_padding", "positions_below_zero_are_padding"),
         "test_comparison": ("samples_are_joined_by_their_ids",),
     },
     "I-8 the same in every layout": {
