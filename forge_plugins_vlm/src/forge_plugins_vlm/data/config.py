@@ -39,7 +39,7 @@ def expanded(paths: str | tuple[str, ...]) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _of_captions(config: ImageTextConfig, attribute: attrs.Attribute[Any], value: str) -> None:
+def _of_captions(config: ImageTextConfig, attribute: attrs.Attribute[Any], value: str | None) -> None:
     if value != attribute.default and config.format != "captions":
         raise ValueError(f'is about format = "captions", and has no effect with {config.format!r}; remove it')
 
@@ -109,6 +109,9 @@ class ImageTextConfig(AnswersConfig):
     """Of captions: the key or column of the image."""
     caption_field: str = attrs.field(default="caption", validator=[min_len(1), _of_captions])
     """Of captions: the key or column of the text."""
+    prompt_field: str | None = attrs.field(default=None, validator=[optional(min_len(1)), _of_captions])
+    """Of captions: the key or column of what is asked, such as ``question``, which stands behind the image in
+    ``{prompt}`` of ``prompt_template``, and is not learned."""
     processor: Annotated[ComponentRef, Slot("image_processor", default="square")]
     """What makes tiles of images. Its tiles are the ones that the model's encoder takes."""
     token_grid: Grid = attrs.field(validator=from_one)

@@ -32,8 +32,11 @@ def sample_of(row: Row, config: ImageTextConfig) -> Sample:
 def _captions(row: Row, config: ImageTextConfig) -> list[Message]:
     hint = " (choose with the keys image_field and caption_field)"
     caption = row.text(row.field(config.caption_field, hint), repr(config.caption_field))
-    images = _pictures(row, row.record.get(config.image_field))
-    return [Message("user", images), Message(ASSISTANT, [caption])]
+    asked: list[str | Reference] = [*_pictures(row, row.record.get(config.image_field))]
+    if config.prompt_field is not None:
+        prompt = row.field(config.prompt_field, " (choose with the key prompt_field)")
+        asked.append(row.text(prompt, repr(config.prompt_field)))
+    return [Message("user", asked), Message(ASSISTANT, [caption])]
 
 
 def _llava(row: Row, _: ImageTextConfig) -> list[Message]:

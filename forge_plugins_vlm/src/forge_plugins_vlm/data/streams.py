@@ -191,6 +191,8 @@ _DECIDING = (
 )
 """Keys that decide what samples there are. ``on_error`` is not among them: a run that met an image that cannot be read
 may go on without it."""
+_DECIDING_IF_SET = ("prompt_field",)
+"""The same, of later versions: runs without them go on."""
 
 
 def _fingerprint(config: ImageTextStreamingConfig, n_files: int, tokenizer: Tokenizer, seq_len: int) -> str:
@@ -199,5 +201,6 @@ def _fingerprint(config: ImageTextStreamingConfig, n_files: int, tokenizer: Toke
     keys = [dataset.subset, dataset.split, dataset.revision, dataset.data_files]
     dealt = [config.streams, config.shuffle_buffer, n_files]
     keys += [getattr(config, name) for name in _DECIDING]
+    keys += [[name, value] for name in _DECIDING_IF_SET if (value := getattr(config, name)) is not None]
     facts = [local_files(dataset) or dataset.path, keys, dealt, seq_len, identity_of(config, tokenizer)]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
