@@ -139,3 +139,12 @@ def test_a_prompt_of_a_row_is_written_by_the_template(tmp_path, rows, tokenizer_
 def test_a_prompt_that_is_not_there_is_refused(keys, words, tmp_path, rows, open_source):
     with pytest.raises(ConfigError, match=words):
         open_source(**lines(tmp_path, [{**row, "n": 3} for row in rows]), **keys)
+
+
+def test_a_slice_of_a_split_is_so_many_rows(tmp_path, rows, open_source):
+    absolute = [{**row, "picture": str(tmp_path / row["picture"])} for row in rows]
+    files = write_lines(tmp_path / "a.jsonl", absolute)
+
+    source = open_source(dataset={"path": "json", "data_files": files, "split": "train[:2]"}, **VQA)
+
+    assert len(source) == 2

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from forge_core.errors import ConfigError
-from forge_plugins_vlm.data.references import UnreadableError
+from forge_plugins_vlm.data.references import PictureFile, UnreadableError
 from forge_plugins_vlm.data.video import decoded, frames_of, open_images
 
 av = pytest.importorskip("av")
@@ -195,7 +195,7 @@ def test_decoding_begins_anew_where_a_seek_lands_behind(write, monkeypatch):
         unit = round(0.1 / float(container.streams.video[0].time_base))
     monkeypatch.setattr("forge_plugins_vlm.data.video._keyframe", lambda container, time: None)
 
-    found = [np.asarray(image) for _, image in decoded(path, [3 * unit, 20 * unit])]
+    found = [np.asarray(image) for _, image in decoded(PictureFile(path, path.name), [3 * unit, 20 * unit])]
 
     assert np.array_equal(found[0], whole[3])
     assert np.array_equal(found[1], whole[20])

@@ -107,6 +107,8 @@ class ImageTextConfig(AnswersConfig):
     """The folder that names of images and videos are relative to, by default that of the file that has them."""
     image_field: str = attrs.field(default="image", validator=[min_len(1), _of_captions])
     """Of captions: the key or column of the image."""
+    video_field: str | None = attrs.field(default=None, validator=[optional(min_len(1)), _of_captions])
+    """Of captions: the key or column of a video, behind the image if a row has both."""
     caption_field: str = attrs.field(default="caption", validator=[min_len(1), _of_captions])
     """Of captions: the key or column of the text."""
     prompt_field: str | None = attrs.field(default=None, validator=[optional(min_len(1)), _of_captions])

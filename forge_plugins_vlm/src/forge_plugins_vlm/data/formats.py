@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from forge_core.errors import ConfigError
@@ -12,8 +13,8 @@ from forge_plugins_vlm.data.rows import Row, shown
 from forge_plugins_vlm.data.sample import ASSISTANT, Message, Sample
 from forge_plugins_vlm.data.video import frames_of
 
-LLAVA_IMAGE = "<image>"
-"""What stands for an image in LLaVA's conversations."""
+LLAVA_IMAGE, LLAVA_VIDEO = "<image>", "<video>"
+"""What stands for an image, and for a video, in LLaVA's conversations."""
 _LLAVA_ROLES = {"human": "user", "user": "user", "gpt": ASSISTANT, "assistant": ASSISTANT, "system": "system"}
 _PARTS = ("text", "image", "video")
 
@@ -33,31 +34,40 @@ def _captions(row: Row, config: ImageTextConfig) -> list[Message]:
     hint = " (choose with the keys image_field and caption_field)"
     caption = row.text(row.field(config.caption_field, hint), repr(config.caption_field))
     asked: list[str | Reference] = [*_pictures(row, row.record.get(config.image_field))]
+    if config.video_field is not None:
+        videos = _videos(row, row.field(config.video_field, " (choose with the key video_field)"), config)
+        asked += [frame for frames in videos for frame in frames]
     if config.prompt_field is not None:
         prompt = row.field(config.prompt_field, " (choose with the key prompt_field)")
         asked.append(row.text(prompt, repr(config.prompt_field)))
     return [Message("user", asked), Message(ASSISTANT, [caption])]
 
 
-def _llava(row: Row, _: ImageTextConfig) -> list[Message]:
-    images = _pictures(row, row.record.get("image", row.record.get("images")))
-    left = iter(images)
+def _llava(row: Row, config: ImageTextConfig) -> list[Message]:
+    images = [[one] for one in _pictures(row, row.record.get("image", row.record.get("images")))]
+    videos = _videos(row, row.record.get("video"), config)
+    of_videos = iter(videos)
+    left: dict[str, Iterator[Sequence[Reference]]] = {LLAVA_IMAGE: iter(images)}
+    if videos:  # as in LLaVA-Video, where <image> is a video if there is no image
+        left = {LLAVA_IMAGE: iter(images) if images else of_videos, LLAVA_VIDEO: of_videos}
+    signs = f"({'|'.join(left)})"
     messages, found = [], 0
     for number, turn in enumerate(row.listed("conversations"), 1):
         role = _LLAVA_ROLES.get(str(turn.get("from"))) if isinstance(turn, dict) else None
         if role is None:
             roles = ", ".join(_LLAVA_ROLES)
             raise ConfigError(f"{row.where}: turn {number} must have 'from' as one of {roles}, it is {shown(turn)}")
-        texts = row.text(turn.get("value"), f"'value' of turn {number}").split(LLAVA_IMAGE)
-        if role == ASSISTANT and len(texts) > 1:
-            raise ConfigError(f"{row.where}: {LLAVA_IMAGE!r} stands in an answer, turn {number}; remove it")
-        found += len(texts) - 1
-        content: list[str | Reference] = [texts[0]]
-        for text in texts[1:]:
-            content += [*(one for one in [next(left, None)] if one is not None), text]
+        parts = re.split(signs, row.text(turn.get("value"), f"'value' of turn {number}"))
+        if role == ASSISTANT and len(parts) > 1:
+            raise ConfigError(f"{row.where}: {parts[1]!r} stands in an answer, turn {number}; remove it")
+        found += len(parts) // 2
+        content: list[str | Reference] = []
+        for at, part in enumerate(parts):
+            content += next(left[part], ()) if at % 2 else [part]
         messages.append(Message(role, content))
-    if found != len(images):
-        raise ConfigError(f"{row.where} has {len(images)} images, and {found} times {LLAVA_IMAGE!r} in its turns")
+    if found != len(images) + len(videos) or any([*one] for one in left.values()):
+        has = f"{len(images)} images" + f" and {len(videos)} videos" * bool(videos)
+        raise ConfigError(f"{row.where} has {has}, and {found} times {' or '.join(map(repr, left))} in its turns")
     return messages
 
 
@@ -86,10 +96,7 @@ def _part(part: Any, what: str, row: Row, config: ImageTextConfig) -> Sequence[s
         return [row.text(part["text"], what)]
     if kind == "image":
         return [row.picture(part["image"])]
-    found = row.find(row.text(part["video"], what))
-    if isinstance(found, Reference):
-        raise ConfigError(f"{row.where}: {what} is a video in a tar, of which none is read; put it beside the tar")
-    return frames_of(found, part, row.where, config)
+    return frames_of(row.video(part["video"]), part, row.where, config)
 
 
 def _turns(row: Row, _: ImageTextConfig) -> list[Message]:
@@ -124,6 +131,14 @@ def _pictures(row: Row, value: object) -> list[Reference]:
     if value is None or value == "":
         return []
     return [row.picture(one) for one in value] if isinstance(value, list) else [row.picture(value)]
+
+
+def _videos(row: Row, value: object, config: ImageTextConfig) -> list[Sequence[Reference]]:
+    """The frames of one video, of each of an array of them, or none."""
+    if value is None or value == "":
+        return []
+    videos = value if isinstance(value, list) else [value]
+    return [frames_of(row.video(one), row.record, row.where, config) for one in videos]
 
 
 def _merged(message: Message) -> Message:

@@ -64,7 +64,7 @@ class UnreadableError(Exception):
 
 
 class EncodedPicture(Reference):
-    """An image whose file, as PNG or JPEG, can be had."""
+    """An image whose file, as PNG or JPEG, can be had; or a video, whose file can be had as well."""
 
     @abstractmethod
     def content(self) -> bytes:

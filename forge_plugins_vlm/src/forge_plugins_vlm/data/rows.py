@@ -20,7 +20,7 @@ from forge_plugins_data.plain_text import JSON_LINES
 from forge_plugins_data.unpacking import COMPRESSED
 from forge_plugins_data.windows import require_held_out
 from forge_plugins_vlm.data.config import ImageTextConfig, expanded
-from forge_plugins_vlm.data.references import PictureFile, Reference
+from forge_plugins_vlm.data.references import EncodedPicture, PictureFile
 
 PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 _TABLES = (
@@ -44,10 +44,10 @@ class Row:
     """For messages."""
     name: str
     """The file's relative name, and the number in it."""
-    find: Callable[[str], Path | Reference]
+    find: Callable[[str], Path | EncodedPicture]
     """From a name in the record to a file, or to what is beside it in a tar."""
 
-    def picture(self, value: object) -> Reference:
+    def picture(self, value: object, kind: str = "an image") -> EncodedPicture:
         """The image that a value of the record is.
 
         Raises:
@@ -55,14 +55,23 @@ class Row:
         """
         if isinstance(value, Mapping):  # as some write an image in messages: {"url": …} or {"path": …}
             value = next((value[key] for key in ("path", "url") if isinstance(value.get(key), str)), value)
-        if isinstance(value, Reference):
+        if isinstance(value, EncodedPicture):
             return value
         if not isinstance(value, str) or not _may_be_a_name(value):
-            raise ConfigError(f"{self.where}: an image must be the name of a file, it is {shown(value)}")
+            raise ConfigError(f"{self.where}: {kind} must be the name of a file, it is {shown(value)}")
         if value.startswith(("http://", "https://", "data:")):
-            raise ConfigError(f"{self.where}: the image {shown(value)} is an address; download it, and name the file")
+            raise ConfigError(f"{self.where}: {shown(value)} is an address; download it, and name the file")
         found = self.find(value)
-        return found if isinstance(found, Reference) else PictureFile(found, value)
+        return found if isinstance(found, EncodedPicture) else PictureFile(found, value)
+
+    def video(self, value: object) -> Path | EncodedPicture:
+        """The video that a value of the record is: a file, a folder of frames, or what has the bytes of a file.
+
+        Raises:
+            ConfigError: it is none.
+        """
+        found = self.picture(value, "a video")
+        return found.path if isinstance(found, PictureFile) else found
 
     def text(self, value: object, what: str) -> str:
         """A text of the record.

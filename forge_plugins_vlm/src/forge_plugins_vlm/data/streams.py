@@ -191,14 +191,14 @@ _DECIDING = (
 )
 """Keys that decide what samples there are. ``on_error`` is not among them: a run that met an image that cannot be read
 may go on without it."""
-_DECIDING_IF_SET = ("prompt_field",)
+_DECIDING_IF_SET = ("prompt_field", "video_field")
 """The same, of later versions: runs without them go on."""
 
 
 def _fingerprint(config: ImageTextStreamingConfig, n_files: int, tokenizer: Tokenizer, seq_len: int) -> str:
     dataset = config.dataset
     assert dataset is not None, "the configuration has it"
-    keys = [dataset.subset, dataset.split, dataset.revision, dataset.data_files]
+    keys: list[Any] = [dataset.subset, dataset.split, dataset.revision, dataset.data_files]
     dealt = [config.streams, config.shuffle_buffer, n_files]
     keys += [getattr(config, name) for name in _DECIDING]
     keys += [[name, value] for name in _DECIDING_IF_SET if (value := getattr(config, name)) is not None]

@@ -12,12 +12,15 @@ from typing import Any
 from forge_core.errors import ConfigError
 from forge_plugins_data.file_selection import SelectedFile
 from forge_plugins_vlm.data.config import ImageTextConfig
-from forge_plugins_vlm.data.references import Reference, TarMember
+from forge_plugins_vlm.data.references import TarMember
 from forge_plugins_vlm.data.rows import PICTURES, Row
+
+_VIDEOS = (".mp4", ".mkv", ".webm", ".avi", ".mov")
 
 
 def read_tar_rows(file: SelectedFile, config: ImageTextConfig) -> Iterator[Row]:
-    """A row for each group of members: the keys of its ``.json``, its ``.txt`` as the caption, and its images.
+    """A row for each group of members: the keys of its ``.json``, its ``.txt`` as the caption, its images, and, where
+    captions have videos, its videos.
 
     A single image is ``image``, and several are an array; both names, ``image`` and ``images``, have them, in the order
     in which an array of the ``.json`` names them, or else in that of the tar.
@@ -45,17 +48,21 @@ def _row(
     where = f"{key} of {file.path}"
     record: dict[str, Any] = {}
     pictures: dict[str, TarMember] = {}
+    videos: dict[str, TarMember] = {}
     for member in group:
         ending = PurePosixPath(member.name).suffix.lower()
-        if ending in PICTURES:
-            pictures[member.name] = TarMember(file.path, member.name, member.offset_data, member.size)
+        if ending in (*PICTURES, *_VIDEOS):
+            found = pictures if ending in PICTURES else videos
+            found[member.name] = TarMember(file.path, member.name, member.offset_data, member.size)
         elif ending in (".json", ".txt"):
             text = _text(tar, member, where)
             record |= _object(text, where) if ending == ".json" else {config.caption_field: text.strip()}
 
+    files = pictures | videos
+
     def named(name: object) -> TarMember | None:
         candidates = (name, f"{key}.{name}", str(PurePosixPath(key).parent / str(name)))
-        return next((pictures[one] for one in candidates if isinstance(one, str) and one in pictures), None)
+        return next((files[one] for one in candidates if isinstance(one, str) and one in files), None)
 
     if pictures:
         images = _in_order(record.get("images", record.get(config.image_field)), named) or [*pictures.values()]
@@ -63,10 +70,12 @@ def _row(
         if config.format != "interleaved":  # where null says which place has none
             record["images"] = images
         record[config.image_field] = own
+    if videos and config.video_field:
+        record[config.video_field] = [*videos.values()]
 
-    def find(name: str) -> Reference:
+    def find(name: str) -> TarMember:
         if (found := named(name)) is None:
-            raise ConfigError(f"{where} has no image {name!r}; it has {', '.join(pictures) or 'none'}")
+            raise ConfigError(f"{where} has no image or video {name!r}; it has {', '.join(files) or 'none'}")
         return found
 
     return Row(record, where, f"{file.relative}:{number}", find)

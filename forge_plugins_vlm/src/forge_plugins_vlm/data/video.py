@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import io
 import math
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,20 +19,22 @@ from forge_core.errors import ConfigError
 from forge_plugins_vlm.contracts.image_processor import AtLeast
 from forge_plugins_vlm.contracts.vision_encoder import Grid
 from forge_plugins_vlm.data.config import ImageTextConfig
-from forge_plugins_vlm.data.references import PictureFile, Reference, UnreadableError
+from forge_plugins_vlm.data.references import EncodedPicture, PictureFile, Reference, UnreadableError
 
 _ENDINGS = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 _UNSTAMPED = "its frames have no timestamps; put it into a container that has them, such as Matroska"
 
 
-def frames_of(video: Path, part: Mapping[str, Any], where: str, config: ImageTextConfig) -> Sequence[Reference]:
+def frames_of(
+    video: Path | EncodedPicture, part: Mapping[str, Any], where: str, config: ImageTextConfig
+) -> Sequence[Reference]:
     """The frames of a video that are read: n of them, at equal distances, the first and the last among them.
 
     n = clip(round(duration · frames_per_second), min_frames, max_frames), and no more than there are.
 
     Args:
-        video: a folder of images in the order of their names, or a file.
-        part: of a message; for a folder, ``fps`` says how many frames a second it has, by default one.
+        video: a folder of images in the order of their names, a file, or what has the bytes of one.
+        part: of a message, or a row; for a folder, ``fps`` says how many frames a second it has, by default one.
 
     Returns:
         A single ``BrokenVideo`` for a folder without images, or a file that cannot be read.
@@ -39,11 +42,13 @@ def frames_of(video: Path, part: Mapping[str, Any], where: str, config: ImageTex
     Raises:
         ConfigError: there is no decoder for a file, or ``fps`` is no number above 0.
     """
-    if not video.is_dir():
+    if isinstance(video, EncodedPicture):
         return _frames_of_file(video, where, config)
+    if not video.is_dir():
+        return _frames_of_file(PictureFile(video, video.name), where, config)
     files = sorted(file for file in video.iterdir() if file.suffix.lower() in _ENDINGS)
     if not files:
-        return [BrokenVideo(video, "it is a folder without images")]
+        return [BrokenVideo(str(video), "it is a folder without images")]
     rate = part.get("fps", 1.0)
     if not isinstance(rate, (int, float)) or rate <= 0:
         raise ConfigError(f"{where}: 'fps' must be a number above 0, it is {rate!r}")
@@ -71,22 +76,22 @@ def open_images(references: Sequence[Reference], at_least: AtLeast | None = None
     Raises:
         UnreadableError: one of them cannot be read.
     """
-    for path, group in groupby(references, lambda one: one.path if isinstance(one, VideoFrame) else None):
-        if path is None:
+    for file, group in groupby(references, lambda one: one.file if isinstance(one, VideoFrame) else None):
+        if file is None:
             yield from (_opened(one, at_least) for one in group)
             continue
         frames = [one for one in group if isinstance(one, VideoFrame)]
         by_time = {frame.until: frame for frame in sorted(frames, key=lambda frame: frame.until)}
         found: dict[int, Image.Image] = {}
         try:
-            found.update(decoded(path, [*by_time]))
+            found.update(decoded(file, [*by_time]))
         except OSError as error:
             failed = next(frame for time, frame in by_time.items() if time not in found)
             raise UnreadableError(failed, error) from error
         yield from (found[frame.until] for frame in frames)
 
 
-def decoded(path: Path, times: Sequence[int]) -> Iterator[tuple[int, Image.Image]]:
+def decoded(file: EncodedPicture, times: Sequence[int]) -> Iterator[tuple[int, Image.Image]]:
     """The last frame of a file until each of some times, with the time; the first one, if it is later.
 
     No frame is decoded twice, and none before the keyframe from which the first of a group of times is reached, or
@@ -98,16 +103,16 @@ def decoded(path: Path, times: Sequence[int]) -> Iterator[tuple[int, Image.Image
     Raises:
         OSError: it cannot be read.
     """
-    av = _decoder(str(path))
+    av = _decoder(file.where)
     try:
-        with av.open(str(path)) as container:
+        with av.open(_input(file)) as container:
             begins = [_keyframe(container, time) for time in times]
             if None not in begins:
                 for begin, group in groupby(zip(begins, times, strict=True), key=lambda one: one[0]):
                     container.seek(begin, stream=container.streams.video[0])
                     yield from _forward(container, [time for _, time in group])
                 return
-        with av.open(str(path)) as container:  # it cannot be entered where it should be
+        with av.open(_input(file)) as container:  # it cannot be entered where it should be
             yield from _forward(container, times)
     except (av.FFmpegError, IndexError) as error:
         raise OSError(_words(error)) from error
@@ -118,12 +123,12 @@ class BrokenVideo(Reference):
     """A video of which no frame can be read."""
 
     kind = "video"
-    path: Path
+    place: str
     reason: str
 
     @property
     def where(self) -> str:
-        return str(self.path)
+        return self.place
 
     @property
     def identity(self) -> str:
@@ -141,7 +146,7 @@ class VideoFrame(Reference):
     """A frame of a file: the last one until a time."""
 
     kind = "video"
-    path: Path
+    file: EncodedPicture
     until: int
     """In units of the stream."""
     seconds: float
@@ -151,34 +156,39 @@ class VideoFrame(Reference):
 
     @property
     def where(self) -> str:
-        return f"frame at {self.seconds:.2f} s of {self.path}"
+        return f"frame at {self.seconds:.2f} s of {self.file.where}"
 
     @property
     def identity(self) -> str:
-        return f"{self.path.name}:{self.path.stat().st_size}:{self.until}"
+        return f"{self.file.identity}:{self.until}"
 
     def open(self, at_least: AtLeast | None = None) -> Image.Image:
-        ((_, image),) = decoded(self.path, [self.until])
+        ((_, image),) = decoded(self.file, [self.until])
         return image
 
     def size(self) -> Grid:
         return self.shape
 
 
-def _frames_of_file(video: Path, where: str, config: ImageTextConfig) -> Sequence[Reference]:
+def _frames_of_file(video: EncodedPicture, where: str, config: ImageTextConfig) -> Sequence[Reference]:
     av = _decoder(where)
     try:
-        with av.open(str(video)) as container:
+        with av.open(_input(video)) as container:
             stream = container.streams.video[0]
             rate, unit = float(stream.average_rate or 1), float(stream.time_base)
             first, last, n_packets = _span(container)
             there = stream.frames or n_packets or round((last - first) * unit * rate) + 1
             shape = stream.codec_context.height, stream.codec_context.width
     except (av.FFmpegError, IndexError, OSError, ValueError) as error:
-        return [BrokenVideo(video, _words(error))]
+        return [BrokenVideo(video.where, _words(error))]
     times = np.linspace(first, last, min(there, n_frames(there / rate, config)))
     between = 0.5 / (rate * unit)  # half of a frame: the nearest one is meant
     return [VideoFrame(video, math.floor(time + between), (time - first) * unit, shape) for time in times.tolist()]
+
+
+def _input(video: EncodedPicture) -> str | io.BytesIO:
+    """What a decoder opens."""
+    return str(video.path) if isinstance(video, PictureFile) else io.BytesIO(video.content())
 
 
 def _words(error: Exception) -> str:
