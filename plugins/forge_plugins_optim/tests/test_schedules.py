@@ -145,6 +145,7 @@ SHAPES = {
     "1-sqrt": lambda p: 1 - np.sqrt(p),
     "linear": lambda p: 1 - p,
     "cosine": lambda p: 0.5 * (1 + np.cos(np.pi * p)),
+    "sqrt-of-rest": lambda p: np.sqrt(1 - p),
 }
 
 

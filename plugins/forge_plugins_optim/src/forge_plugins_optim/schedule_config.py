@@ -88,7 +88,7 @@ class WSDConfig(WarmUp):
         default=None, validator=[optional(and_(gt(0), le(1))), _not_with_steps]
     )
     """The same as a part of ``train.steps``, rounded to a step and at least one; 0.2 if neither is given."""
-    shape: Literal["1-sqrt", "linear", "cosine"] = "1-sqrt"
+    shape: Literal["1-sqrt", "linear", "cosine", "sqrt-of-rest"] = "1-sqrt"
     """How it falls. ``1-sqrt`` ends lowest in Hägele et al., 2024, https://arxiv.org/abs/2405.18392."""
     min_ratio: float = attrs.field(default=0.0, validator=and_(ge(0), le(1)))
     """Where the learning rate ends, as a fraction of its base."""

@@ -17,6 +17,7 @@ def wsd(config: WSDConfig, /, *, total_steps: int, tokens_per_step: int) -> Sche
         1-sqrt:  f(p) = 1 − sqrt(p)              (Hägele et al., 2024, https://arxiv.org/abs/2405.18392)
         linear:  f(p) = 1 − p
         cosine:  f(p) = (1 + cos(π · p)) / 2
+        sqrt-of-rest:  f(p) = sqrt(1 − p)
 
     Raises:
         ConfigError: warm-up and cooldown are longer than the run.
@@ -36,4 +37,5 @@ _SHAPES: Mapping[str, Callable[[float], float]] = {
     "1-sqrt": lambda p: 1 - math.sqrt(p),
     "linear": lambda p: 1 - p,
     "cosine": lambda p: (1 + math.cos(math.pi * p)) / 2,
+    "sqrt-of-rest": lambda p: math.sqrt(1 - p),
 }
