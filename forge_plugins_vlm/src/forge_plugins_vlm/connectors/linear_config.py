@@ -5,8 +5,7 @@ from __future__ import annotations
 import attrs
 from attrs.validators import ge
 
-from forge_plugins_vlm.connectors.matrix_flops import matrix_flops
-from forge_plugins_vlm.contracts.connector import ConnectorConfig
+from forge_plugins_vlm.contracts.connector import ConnectorConfig, matrix_flops
 from forge_plugins_vlm.contracts.vision_encoder import Grid
 
 

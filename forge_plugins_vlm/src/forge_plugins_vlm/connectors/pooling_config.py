@@ -9,8 +9,7 @@ import attrs
 from attrs.validators import ge, gt
 
 from forge_plugins_vlm.connectors.head_count import uneven_heads
-from forge_plugins_vlm.connectors.matrix_flops import matrix_flops
-from forge_plugins_vlm.contracts.connector import ConnectorConfig
+from forge_plugins_vlm.contracts.connector import ConnectorConfig, matrix_flops
 from forge_plugins_vlm.contracts.vision_encoder import Grid
 
 if TYPE_CHECKING:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Protocol
 
 import attrs
@@ -46,6 +47,11 @@ class ConnectorConfig(ABC):
             out_dim: D.
         """
         return 0.0
+
+
+def matrix_flops(*widths: int) -> float:
+    """Of the forward of one position through matrices, from each width to the next: 2 a weight."""
+    return 2.0 * sum(before * after for before, after in pairwise(widths))
 
 
 class Connector(Protocol):

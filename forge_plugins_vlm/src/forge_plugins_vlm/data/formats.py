@@ -127,18 +127,19 @@ def _interleaved(row: Row, _: ImageTextConfig) -> list[Message]:
 
 
 def _pictures(row: Row, value: object) -> list[Reference]:
-    """One image, an array of them, or none."""
-    if value is None or value == "":
-        return []
-    return [row.picture(one) for one in value] if isinstance(value, list) else [row.picture(value)]
+    return [row.picture(one) for one in _listed(value)]
 
 
 def _videos(row: Row, value: object, config: ImageTextConfig) -> list[Sequence[Reference]]:
-    """The frames of one video, of each of an array of them, or none."""
+    """The frames of each."""
+    return [frames_of(row.video(one), row.record, row.where, config) for one in _listed(value)]
+
+
+def _listed(value: object) -> list[Any]:
+    """One thing, an array of them, or none."""
     if value is None or value == "":
         return []
-    videos = value if isinstance(value, list) else [value]
-    return [frames_of(row.video(one), row.record, row.where, config) for one in videos]
+    return value if isinstance(value, list) else [value]
 
 
 def _merged(message: Message) -> Message:
