@@ -1,13 +1,12 @@
 """Puts the pages of the documentation into the wheel, for ``forge docs``, and into the source distribution."""
 
 import bz2
-import json
 from pathlib import Path
 from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-ARCHIVE = "forge_plugins_monitor/pages/text.json.bz2"
+ARCHIVE = "forge_plugins_monitor/pages/text.bz2"
 LEFT_OUT = (
     *("architecture.md", "glossary.md", "hooks/public-modules.md", "promises.md", "scale.md"),
     *("compare-representations.md", "describe-a-cluster.md", "neural-recordings.md", "published-models.md"),
@@ -45,10 +44,11 @@ class Pages(BuildHookInterface):
         self._archive().unlink(missing_ok=True)
 
     def _archive(self) -> Path:
-        return Path(self.directory) / "text.json.bz2"
+        return Path(self.directory) / "text.bz2"
 
 
 def archive(pages: dict[str, Path]) -> bytes:
-    """All in one, much smaller than each by itself; the same bytes for the same pages. bzip2 is best for text."""
-    texts = {name: page.read_text(encoding="utf-8") for name, page in pages.items()}
-    return bz2.compress(json.dumps(texts, ensure_ascii=False).encode())
+    """All in one, names and texts with zeros between, much smaller than each by itself; the same bytes for the same
+    pages. bzip2 is best for text."""
+    texts = [part for name, page in pages.items() for part in (name, page.read_text(encoding="utf-8"))]
+    return bz2.compress("\0".join(texts).encode())

@@ -136,7 +136,7 @@ def test_wheels_have_every_page_also_those_of_a_source_distribution(tmp_path, mo
 
     for folder in (PACKAGE, unpacked):
         with zipfile.ZipFile(build("build_wheel", folder, tmp_path / "wheels")) as wheel:
-            packaged = wheel.extract("forge_plugins_monitor/pages/text.json.bz2", tmp_path / folder.name)
+            packaged = wheel.extract("forge_plugins_monitor/pages/text.bz2", tmp_path / folder.name)
             assert "forge_plugins_monitor/plugin.py" in wheel.namelist()
         monkeypatch.setattr(library, "PACKAGED", Path(packaged))
         assert list(pages().values()) == in_checkout

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import bz2
-import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,7 +11,7 @@ import attrs
 
 from forge_core.errors import ConfigError
 
-PACKAGED = Path(__file__).parent / "text.json.bz2"
+PACKAGED = Path(__file__).parent / "text.bz2"
 """Made by ``hatch_build.py`` as the wheel is built."""
 LEFT_OUT = (
     *("architecture.md", "glossary.md", "hooks/public-modules.md", "promises.md", "scale.md"),
@@ -54,8 +53,8 @@ def pages() -> Mapping[str, Page]:
 
 def _packaged() -> dict[str, str]:
     """The text of each page by its file, as in a checkout."""
-    texts: dict[str, str] = json.loads(bz2.decompress(PACKAGED.read_bytes()))
-    return texts
+    parts = bz2.decompress(PACKAGED.read_bytes()).decode().split("\0")
+    return dict(zip(parts[::2], parts[1::2], strict=True))
 
 
 def _in_checkout() -> dict[str, str]:
