@@ -75,7 +75,7 @@ class _StoppedError(ForgeError):
 
 
 class _Stop:
-    """What its ranks are told, one earlier than another: those that wait for replicas end that together.
+    """A request to stop, which reaches one rank of a replica before another: all end their wait together.
 
     Args:
         store: of the ranks of this replica.
