@@ -52,6 +52,23 @@ def test_closed_gates_leave_the_decoder_bit_identical(make_model):
     assert torch.equal(model(**given), text(given["tokens"]))
 
 
+@pytest.mark.parametrize("place", ["insert", "replace"])
+def test_layers_without_gates_begin_as_nothing_and_learn(make_model, place):
+    fusion = {"name": "cross_attention", "layers": [1], "place": place, "gated": False}
+    model, given = make_model(fusion=fusion), batch("cross_attention", "tItt")
+    looking = model.blocks["1"].looking if place == "insert" else model.blocks["1"]
+    entered = []
+    looking.register_forward_hook(lambda _, inputs, output: entered.append((inputs[0], output)))
+
+    model(**given).logsumexp(-1).sum().backward()
+
+    ((before, after),) = entered
+    assert torch.equal(before, after)
+    assert not any(name.endswith("_gate.weight") for name, _ in model.named_parameters())
+    assert looking.attention.o.weight.grad.any()
+    assert set(looking.parameter_roles()) == {name for name, _ in looking.named_parameters()}
+
+
 @torch.no_grad()
 def test_equal_weights_for_both_modalities_are_the_joint_decoder(make_model):
     joint, model = make_model("joint_decoder").eval(), make_model("mixture_of_transformers").eval()

@@ -423,6 +423,7 @@ def test_a_model_that_has_no_form_there_is_refused_with_the_reason(keys, reasons
         ({"input_tokens": 0}, "has input_tokens = 8, and the model 0"),
         ({"encoder": {"name": "conv_vit"}}, "has an encoder mllama and a connector linear"),
         ({"fusion": {"gate_scale": 10.0}}, "has gates tanh(g); fusion.gate_scale is 10"),
+        ({"fusion": {"gated": False}}, "has gates tanh(g); fusion.gated is false"),
     ],
 )
 def test_what_llama_with_images_has_not_is_named(keys, reason, tmp_path, build):

@@ -84,6 +84,9 @@ class CrossAttentionConfig(FusionConfig):
     norm_images: bool = True
     """Norm image tokens before keys and values are made of them. Llama 3.2 does not."""
 
+    gated: bool = True
+    """Have learned gates, closed at first. Without them, output projections are 0 at first: the model begins as the
+    decoder alone in either way."""
     gate_scale: float = attrs.field(default=1.0, validator=gt(0))
     """Gates are ``tanh(gate_scale · g)``, ``g`` being 0 at first: with 10, AdamW opens them ten times as fast."""
 
@@ -107,6 +110,8 @@ class CrossAttentionConfig(FusionConfig):
         beyond = [one for one in self.layers_of(n_layers) if one >= n_layers]
         if beyond:
             yield "layers", f"{beyond[0]} is none of the layers 0 to {n_layers - 1} of model.n_layers = {n_layers}"
+        if self.gate_scale != 1 and not self.gated:
+            yield "gate_scale", "has no effect without gates; remove it, or set gated = true"
 
 
 @attrs.frozen(kw_only=True)

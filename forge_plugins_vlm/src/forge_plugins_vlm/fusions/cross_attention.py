@@ -30,7 +30,8 @@ from forge_plugins_vlm.visibility import sees_images, visible_tokens
 
 class CrossAttentionFusion:
     """Layers of their own between those of the decoder (Flamingo, Alayrac et al. 2022, arXiv 2204.14198), or in place
-    of some (Llama 3.2 Vision). Gates are closed at first: the model begins as the decoder alone."""
+    of some (Llama 3.2 Vision). Gates are closed at first, or output projections 0: the model begins as the decoder
+    alone."""
 
     def __init__(self, config: CrossAttentionConfig, *, model: VisionLanguageConfig, build: Builder) -> None:
         self._config, self._model, self._build = config, model, build
@@ -52,11 +53,12 @@ class LookingBlock(nn.Module):
         norm = functools.partial(make_norm, model.norm, model.dim, model.norm_eps)
         self.attention_norm = norm()
         self.attention = ImageAttention(config, model)
-        self.attention_gate = Gate(config.gate_scale)
+        self.attention_gate = Gate(config)
         self.feed_forward_norm = norm()
         own = model.layer(layer)
         self.feed_forward: Any = build(own.feed_forward, dim=model.dim, layer=layer, n_layers=model.n_layers)
-        self.feed_forward_gate = Gate(config.gate_scale)
+        self.feed_forward_gate = Gate(config)
+        self._gated = config.gated
 
     def forward(self, hidden: torch.Tensor, surroundings: BlockInputs, cache: LayerCache | None = None) -> torch.Tensor:
         """``(B, S, D)`` to ``(B, S, D)``."""
@@ -81,8 +83,9 @@ class LookingBlock(nn.Module):
         for name in ("attention_norm", "feed_forward_norm"):
             init_norm(getattr(self, name), rng, f"{prefix}{name}.")
         for name in ("attention", "feed_forward"):
-            getattr(self, name).init_weights(rng, f"{prefix}{name}.", residual_std, std)
-            rng.fill(f"{prefix}{name}_gate.weight", getattr(self, f"{name}_gate").weight, zeros)
+            getattr(self, name).init_weights(rng, f"{prefix}{name}.", residual_std if self._gated else 0.0, std)
+            if self._gated:
+                rng.fill(f"{prefix}{name}_gate.weight", getattr(self, f"{name}_gate").weight, zeros)
 
     def parallel_plan(self) -> dict[str, ShardRole]:
         """Same as ``Block.parallel_plan``."""
@@ -104,7 +107,8 @@ class LookingBlock(nn.Module):
 
     def parameter_roles(self) -> dict[str, ParameterRole]:
         """Same as ``Block.parameter_roles``."""
-        roles: dict[str, ParameterRole] = {"attention_gate.weight": "bias", "feed_forward_gate.weight": "bias"}
+        gates = ("attention_gate.weight", "feed_forward_gate.weight") if self._gated else ()
+        roles: dict[str, ParameterRole] = dict.fromkeys(gates, "bias")
         for name in ("attention_norm", "feed_forward_norm"):
             roles |= norm_roles(getattr(self, name), f"{name}.")
         for part in ("attention", "feed_forward"):
@@ -113,7 +117,8 @@ class LookingBlock(nn.Module):
 
     def parameter_aliases(self) -> dict[str, list[str]]:
         """Same as ``AliasedModel.parameter_aliases``, of this block."""
-        return {"cross_attention": ["*"], "gates": ["attention_gate.*", "feed_forward_gate.*"]}
+        gates = {"gates": ["attention_gate.*", "feed_forward_gate.*"]} if self._gated else {}
+        return {"cross_attention": ["*"], **gates}
 
     def active_parameters(self) -> int:
         """Weights of matrices that are multiplied for one token of text; those of images are in ``flops_of_images``."""
@@ -259,14 +264,15 @@ class ImageAttention(nn.Module):
 
 
 class Gate(nn.Module):
-    """``tanh(scale · g)`` times an update of the residual stream, and nothing where no image is seen."""
+    """``tanh(scale · g)`` times an update of the residual stream, or the update; and nothing where no image is seen."""
 
-    def __init__(self, scale: float) -> None:
+    def __init__(self, config: CrossAttentionConfig) -> None:
         super().__init__()
-        self.scale = scale
-        self.weight = nn.Parameter(torch.empty(1))
+        self.scale = config.gate_scale
+        self.weight = nn.Parameter(torch.empty(1)) if config.gated else None
 
     def forward(self, update: torch.Tensor, sees: torch.Tensor) -> torch.Tensor:
         """``(B, S, D)`` and ``(B, S)`` bool to ``(B, S, D)``."""
-        opened = torch.tanh(self.scale * self.weight).to(update.dtype)
-        return torch.where(sees[..., None], update * opened, 0.0)
+        if self.weight is not None:
+            update = update * torch.tanh(self.scale * self.weight).to(update.dtype)
+        return torch.where(sees[..., None], update, 0.0)

@@ -107,8 +107,9 @@ class MllamaLayout(VisionLanguageLayout):
         name, fusion, encoder = self.architectures[0], config.fusion.config, config.encoder.config
         if not isinstance(fusion, CrossAttentionConfig) or fusion.place != "replace" or fusion.attend != "latest":
             raise ConfigError(f'{name} has the fusion cross_attention with place = "replace" and attend = "latest"')
-        if fusion.gate_scale != 1:
-            raise ConfigError(f"{name} has gates tanh(g); fusion.gate_scale is {fusion.gate_scale:g}")
+        if fusion.gate_scale != 1 or not fusion.gated:
+            given = f"gate_scale is {fusion.gate_scale:g}" if fusion.gated else "gated is false"
+            raise ConfigError(f"{name} has gates tanh(g); fusion.{given}")
         if fusion.norm_images:
             raise ConfigError(f"{name} has no norm of image tokens; fusion.norm_images is true")
         if not isinstance(encoder, MllamaConfig) or not isinstance(config.connector.config, LinearConfig):
