@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
+import wandb
 from mlflow import MlflowClient
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from wandb.proto import wandb_internal_pb2
 
 from forge_core.cli import main
+from forge_core.errors import ConfigError
 from forge_testing.tracker import TrackerConformance
 
 JOB = {"run": {"name": "first"}, "optimizer": {"name": "adamw", "betas": [0.9, 0.95]}}
@@ -157,6 +159,31 @@ class TestWandb(TrackerConformance):
 
         ids = [record.run.run_id for records in self.written(tmp_path) for record in records if record.HasField("run")]
         assert ids == [state["id"]] * 2
+
+    def test_a_run_without_a_login_hears_so_before_its_first_step(self, tmp_path, online) -> None:
+        with pytest.raises(ConfigError, match=r'wandb login, set WANDB_API_KEY, or set mode = "offline" and send'):
+            online.start(tmp_path)
+
+    @pytest.mark.parametrize("mode", ["online", "offline"])
+    @pytest.mark.parametrize("place", ["variable", "file"])
+    def test_a_login_is_found_wherever_wandb_looks_for_one(self, tmp_path, online, monkeypatch, mode, place) -> None:
+        key = "0" * 40
+        (tmp_path / "netrc").write_text(f"machine 127.0.0.1:9 login user password {key}\n")
+        monkeypatch.setenv("WANDB_MODE", mode)
+        monkeypatch.setenv(*(("WANDB_API_KEY", key) if place == "variable" else ("NETRC", str(tmp_path / "netrc"))))
+
+        online.start(tmp_path).close("completed")
+
+        assert wandb.setup().settings.mode == mode
+
+    @pytest.fixture
+    def online(self, monkeypatch) -> Iterator["TestWandb"]:
+        """With a server that is not there, and nothing known from earlier runs."""
+        monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
+        monkeypatch.setattr(type(self), "config", {"mode": "online"})
+        wandb.teardown()
+        yield self
+        wandb.teardown()
 
 
 class TestMlflow(TrackerConformance):

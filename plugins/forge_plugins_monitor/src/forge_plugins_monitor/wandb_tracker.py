@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import math
+import os
 import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,6 +13,7 @@ from typing import Any
 import wandb
 
 from forge_core.contracts.tracker import Tracker
+from forge_core.errors import ConfigError
 from forge_plugins_monitor.tracker_config import WandbConfig
 from forge_plugins_monitor.versions import versions
 
@@ -20,9 +23,17 @@ class Wandb(Tracker):
 
     ``step`` is a metric, which the others are drawn over: a run that goes back to a checkpoint logs steps once more,
     and steps of wandb's own can only rise.
+
+    Raises:
+        ConfigError: from the constructor, if the run is to be sent and wandb has no login.
     """
 
     def __init__(self, config: WandbConfig, /, *, run_name: str, run_dir: Path, job: Mapping[str, Any]) -> None:
+        if config.mode == "online" and not _has_login():
+            raise ConfigError(
+                "wandb has no login on this machine, and nothing is sent; type wandb login, set WANDB_API_KEY, or set "
+                'mode = "offline" and send the run later'
+            )
         self._config = config
         self._name = run_name
         self._run_dir = run_dir
@@ -76,3 +87,16 @@ class Wandb(Tracker):
             self._run.define_metric("step")
             self._run.define_metric("*", step_metric="step")
         return self._run
+
+
+def _has_login() -> bool:
+    """Return whether wandb finds a key, without asking for one at the terminal or asking the server."""
+    if "prompt" not in inspect.signature(wandb.login).parameters:  # before 0.28
+        return bool(wandb.api.api_key or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"))
+    settings = wandb.setup().settings
+    mode, silent = settings.mode, settings.silent
+    settings.mode, settings.silent = "online", True  # silent, it does not ask the server whose key it is
+    try:
+        return wandb.login(prompt=False, verify=False)
+    finally:
+        settings.mode, settings.silent = mode, silent
