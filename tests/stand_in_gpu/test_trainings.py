@@ -85,7 +85,7 @@ BY_DAY = (
     Job("split", ("train.precision=bf16_pure", "optimizer.rounding=split")),
     Job("chunks", ("loss.name=chunked_cross_entropy",)),
     Job("norms", ('callbacks=[{name = "layer_norms"}, {name = "activation_norms"}, {name = "ema"}]',)),
-    Job("memory", ('callbacks=[{name = "gpu_memory"}, {name = "health"}]',), like="plain"),
+    Job("memory", ('callbacks=[{name = "gpu_memory"}, {name = "gpu_metrics"}, {name = "health"}]',), like="plain"),
     Job("experts", sparse=True),
     Job("images", vision('name="joint_decoder"')),
     Job("mixture", MIXTURE),

@@ -75,6 +75,16 @@ class GpuMemoryConfig:
 
 
 @attrs.frozen(kw_only=True)
+class GpuMetricsConfig:
+    """Nothing to set."""
+
+    def check(self, job: Job) -> Iterable[tuple[str, str]]:
+        """There must be CUDA."""
+        if job.run.device not in ("auto", "cuda"):
+            yield "", f'gpu_metrics asks the driver of GPUs, and run.device = "{job.run.device}"; take it out'
+
+
+@attrs.frozen(kw_only=True)
 class LayerNormsConfig:
     """Norms of each layer, in the steps that are logged."""
 

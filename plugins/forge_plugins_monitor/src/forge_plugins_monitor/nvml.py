@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import suppress
 from typing import Any
 
@@ -13,6 +14,9 @@ _HARDWARE_SLOWDOWNS = {
     "nvmlClocksThrottleReasonSwThermalSlowdown": "its heat",
     "nvmlClocksThrottleReasonHwPowerBrakeSlowdown": "its power supply",
 }
+
+METERS = ("utilization", "power_watts", "temperature", "memory_used_gib", "sm_clock_mhz")
+"""The part of the last second, or less, in which a kernel ran; W; °C; GiB of all processes; MHz."""
 
 
 @attrs.frozen
@@ -35,7 +39,7 @@ class Nvml:
     """Opened for as long as the run.
 
     Raises:
-        RuntimeError: from the constructor and from ``look``; the driver gives no answer.
+        RuntimeError: from the constructor, ``look`` and ``meters``; the driver gives no answer.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -56,6 +60,25 @@ class Nvml:
             return self._look()
         except self._nvml.NVMLError as error:
             raise RuntimeError(f"NVML: {error}") from error
+
+    def meters(self) -> dict[str, float]:
+        """``METERS``; not a number where this GPU does not know."""
+        nvml = self._nvml
+        try:
+            rates = self._supported(nvml.nvmlDeviceGetUtilizationRates)
+            milliwatts = self._supported(nvml.nvmlDeviceGetPowerUsage)
+            degrees = self._supported(nvml.nvmlDeviceGetTemperature, nvml.NVML_TEMPERATURE_GPU)
+            memory = self._supported(nvml.nvmlDeviceGetMemoryInfo)
+            clock = self._supported(nvml.nvmlDeviceGetClockInfo, nvml.NVML_CLOCK_SM)
+        except nvml.NVMLError as error:
+            raise RuntimeError(f"NVML: {error}") from error
+        return {
+            "utilization": math.nan if rates is None else rates.gpu / 100,
+            "power_watts": math.nan if milliwatts is None else milliwatts / 1000,
+            "temperature": math.nan if degrees is None else degrees,
+            "memory_used_gib": math.nan if memory is None else memory.used / 2**30,
+            "sm_clock_mhz": math.nan if clock is None else clock,
+        }
 
     def _look(self) -> GpuState:
         nvml, handle = self._nvml, self._handle

@@ -66,6 +66,12 @@ def forge_callbacks() -> Iterable[Component]:
         config="forge_plugins_monitor.config:GpuMemoryConfig",
     )
     yield Component(
+        name="gpu_metrics",
+        summary="how busy, warm and full the GPUs are, in the metrics",
+        factory="forge_plugins_monitor.gpu_metrics:GpuMetrics",
+        config="forge_plugins_monitor.config:GpuMetricsConfig",
+    )
+    yield Component(
         name="health",
         summary="looks at GPUs, memory and the network between ranks every so many steps",
         factory="forge_plugins_monitor.health:Health",
