@@ -104,6 +104,20 @@ def test_gloo_that_does_not_work_is_found_out(doctor, monkeypatch):
     assert "GLOO_SOCKET_IFNAME=nope names what is no interface" in found["interfaces asked for"]["found"]
 
 
+@pytest.mark.parametrize(("gloo_too", "states"), [(False, ["warning"]), (True, [])])
+def test_an_interface_that_is_named_to_nccl_and_not_to_gloo_is_a_warning(tmp_path, monkeypatch, gloo_too, states):
+    (_, name), *_ = socket.if_nameindex()
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", name)
+    if gloo_too:
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", name)
+
+    findings = network.look(CheckContext(tmp_path, discover()))
+
+    found = [one for one in findings if one.subject == "interfaces asked for"]
+    assert [one.state for one in found] == states
+    assert all(f"NCCL_SOCKET_IFNAME={name}, and GLOO_SOCKET_IFNAME is not set" in one.found for one in found)
+
+
 def test_checks_of_plugins_are_made_and_one_that_fails_is_a_finding(doctor, make_distribution, without_processes):
     make_distribution(
         "acme-checks",

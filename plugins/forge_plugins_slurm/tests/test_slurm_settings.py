@@ -74,6 +74,7 @@ def test_the_facts_are_those_of_the_default_partition_and_can_be_read_back(sinfo
         "h100", "2-00:00:00", 8, 24,
     )  # fmt: skip
     assert "# or debug" in text
+    assert all(f"{library}_SOCKET_IFNAME" in text for library in ("NCCL", "GLOO"))
 
 
 def test_nodes_without_gpus_and_without_a_limit(sinfo, tmp_path):

@@ -209,6 +209,16 @@ def test_data_that_this_machine_does_not_see_is_told(forge, sbatch):
     assert "The nodes of the job must see it." in said
 
 
+@pytest.mark.parametrize(("gloo", "notes"), [("", 1), (', GLOO_SOCKET_IFNAME = "ib0"', 0)])
+def test_an_interface_that_is_named_to_nccl_and_not_to_gloo_is_told(forge, slurm_job, gloo, notes):
+    (slurm_job.folder / "cluster.toml").write_text(f'environment = {{ NCCL_SOCKET_IFNAME = "ib0"{gloo} }}\n')
+
+    code, _, said = forge("submit", "--time", "30", "--print")
+
+    assert code == 0
+    assert said.count("note: cluster.toml sets NCCL_SOCKET_IFNAME = 'ib0' and not GLOO_SOCKET_IFNAME") == notes
+
+
 def test_a_run_that_has_a_job_in_the_queue_is_not_submitted_again(forge, sbatch, slurm_job):
     assert forge("submit", "--time", "30")[0] == 0
     before = (slurm_job.path("tiny") / "slurm/job.toml").read_text()

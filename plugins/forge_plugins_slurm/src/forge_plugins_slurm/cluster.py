@@ -78,7 +78,7 @@ class Cluster:
     setup: tuple[str, ...] = ()
     """Further lines of shell before the run is started, such as ``source env.sh``."""
     environment: Mapping[str, str] = attrs.field(factory=dict, validator=deep_mapping(_is_variable))
-    """Environment variables of the run: ``{NCCL_SOCKET_IFNAME = "ib0"}``."""
+    """Environment variables of the run: ``{NCCL_SOCKET_IFNAME = "ib0", GLOO_SOCKET_IFNAME = "ib0"}``."""
     python: str | None = attrs.field(default=None, validator=optional(min_len(1)))
     """The interpreter on the nodes, or in the container; by default the one that submits."""
     container: tuple[str, ...] = attrs.field(default=(), validator=deep_iterable(min_len(1)))

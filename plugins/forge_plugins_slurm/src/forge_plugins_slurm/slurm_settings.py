@@ -121,7 +121,7 @@ def _text(nodes: _Nodes, others: Sequence[str]) -> str:
         f"cpus_per_rank = {max(1, nodes.cpus // ranks)}  # of {nodes.cpus} a node",
         "signal_lead = 120  # seconds; must hold a step and a checkpoint",
         "# modules = []",
-        '# environment = { NCCL_SOCKET_IFNAME = "…" }',
+        '# environment = { NCCL_SOCKET_IFNAME = "…", GLOO_SOCKET_IFNAME = "…" }',
     ]
     return "\n".join(lines) + "\n"
 

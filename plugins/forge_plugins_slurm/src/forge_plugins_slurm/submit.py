@@ -115,8 +115,8 @@ def submit(
         config, overrides, sweeps, catalog=obj.catalog, world_size=world_size, options=options_of(submit)
     )
     jobs = [_requeued(_stopping_in_time(job, cluster, limit), catalog_of(job, obj.catalog)) for job in study.jobs]
-    for missing in dict.fromkeys(one for job in jobs for one in _missing_data(job)):
-        click.echo(f"note: {missing} The nodes of the job must see it.", err=True)
+    for note in dict.fromkeys(one for job in jobs for one in (*_missing_data(job), *_unnamed_interface(cluster))):
+        click.echo(f"note: {note}", err=True)
     submission = Submission(
         name=study.name,
         runs=study.runs,
@@ -160,7 +160,15 @@ def _missing_data(job: Job) -> Iterator[str]:
     """What this machine, from which the job is submitted, does not have of the job's data."""
     for section, use in (("data", job.data), ("eval.data", job.eval.data)):
         if use is not None and isinstance(use.config, DataSourceConfig):
-            yield from (f"{section}: {sentence}" for sentence in use.config.missing())
+            yield from (f"{section}: {sentence} The nodes of the job must see it." for sentence in use.config.missing())
+
+
+def _unnamed_interface(cluster: Cluster) -> Iterator[str]:
+    """Ranks use gloo beside NCCL, and each has a variable of its own."""
+    nccl, gloo = "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"
+    if nccl in cluster.environment and not (gloo in cluster.environment or gloo in os.environ or cluster.setup):
+        value = cluster.environment[nccl]
+        yield f"{FILE} sets {nccl} = {value!r} and not {gloo}: without it gloo may take another network, and hang"
 
 
 def _time_limit(cluster: Cluster, file: Path | None) -> str:

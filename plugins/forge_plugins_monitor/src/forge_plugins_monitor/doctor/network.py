@@ -22,6 +22,10 @@ def look(_: CheckContext) -> Iterator[Finding]:
     problem = interface_problem(os.environ)
     if problem:
         yield Finding("interfaces asked for", "wrong", problem, "set it to one of these, or not at all")
+    elif (nccl := os.environ.get("NCCL_SOCKET_IFNAME")) and not os.environ.get("GLOO_SOCKET_IFNAME"):
+        found = f"NCCL_SOCKET_IFNAME={nccl}, and GLOO_SOCKET_IFNAME is not set"
+        advice = "set both: ranks agree and save over gloo, which takes the interface that the host's name leads to"
+        yield Finding("interfaces asked for", "warning", found, advice)
     yield from launcher(os.environ)
 
 
