@@ -151,7 +151,7 @@ def test_who_types_is_told_of_a_message_that_does_not_fit_and_goes_on(tokenizer,
     monkeypatch.setattr("builtins.input", read)
     model = Parrot(b"one</>two</>", max_seq_len=80)
 
-    converse(Conversation(model, tokenizer(), max_new_tokens=10, temperature=0, say=pytest.fail), [])
+    converse(Conversation(model, tokenizer(), max_new_tokens=10, temperature=0, say=pytest.fail).answer, [])
 
     shown = capsys.readouterr()
     assert shown.out == "> one\n> > > two\n> \n"

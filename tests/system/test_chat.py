@@ -2,6 +2,7 @@
 
 import io
 import json
+from types import SimpleNamespace
 
 import pytest
 
@@ -51,11 +52,48 @@ def test_lines_of_a_pipe_are_turns(trained, capsys, monkeypatch):
     assert capsys.readouterr().out == "yes\nno!\n"
 
 
-def test_a_run_without_a_template_does_not_talk(shared_tiny, capsys):
+@pytest.fixture(scope="module")
+def plain(shared_tiny):
+    """A model without a template."""
     shared_tiny.completed("train.steps=3", "run.name=plain")
+    return str(shared_tiny.path("plain"))
+
+
+def test_a_model_without_a_template_goes_on_with_each_line_of_a_pipe(plain, capsys, monkeypatch):
+    sampling = ["--temperature", "0", "--max-new-tokens", "5", "--ignore-end"]
+    capsys.readouterr()
+    for prompt in ("one", "two, three"):
+        assert main(["generate", plain, *sampling, "--prompt", prompt]) == 0
+    each_alone = capsys.readouterr().out
+
+    monkeypatch.setattr("sys.stdin", io.StringIO("one\n\ntwo, three\n"))
+    assert main(["generate", plain, *sampling, "--interactive"]) == 0
+
+    assert capsys.readouterr().out == each_alone
+    assert each_alone.startswith("one")
+
+
+def test_a_prompt_that_does_not_fit_is_said_to_who_types_and_the_next_one_is_continued(plain, capsys, monkeypatch):
+    typed = iter(["x" * 1000, "one"])
+    monkeypatch.setattr("sys.stdin", SimpleNamespace(isatty=lambda: True))
+    monkeypatch.setattr("builtins.input", lambda sign: next(typed, None) or end_of_input())
     capsys.readouterr()
 
-    assert main(["generate", str(shared_tiny.path("plain")), *ARGUMENTS, "--prompt", "a"]) == 2
+    assert main(["generate", plain, "--interactive", "--max-new-tokens", "5"]) == 0
+
+    captured = capsys.readouterr()
+    assert "a prompt of 1000 tokens and 5 new ones are more than the model's longest sequence" in captured.err
+    assert captured.out.startswith("one")
+
+
+def end_of_input():
+    raise EOFError
+
+
+def test_a_run_without_a_template_does_not_talk(plain, capsys):
+    capsys.readouterr()
+
+    assert main(["generate", plain, *ARGUMENTS, "--prompt", "a"]) == 2
     assert "step_00000003: the tokenizer has no chat template; train on data" in capsys.readouterr().err
 
 
@@ -64,6 +102,9 @@ def test_a_run_without_a_template_does_not_talk(shared_tiny, capsys):
     [
         (["--chat", "--ignore-end"], "--ignore-end has no effect with --chat: an answer has an end"),
         (["--system", "x"], "--system has no effect without --chat"),
+        (["--chat", "--interactive"], "--interactive continues texts, and --chat answers messages; take one of them"),
+        (["--interactive", "--prompt", "x"], "--prompt has no effect with --interactive, which reads prompts line by"),
+        (["--interactive", "--json"], "--json has no effect with --interactive"),
     ],
 )
 def test_options_that_would_do_nothing_are_refused(capsys, arguments, sentence):

@@ -1,25 +1,24 @@
-"""``forge generate --chat``: turn by turn."""
+"""``forge generate --chat`` and ``--interactive``: line by line."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from forge_core.config.describe import printable
 from forge_core.errors import ConfigError
-from forge_plugins_inference.conversation import Conversation
 
 
-def converse(conversation: Conversation, texts: Sequence[str]) -> None:
-    """Print an answer to each of ``texts``, or, without any, to each line of the standard input.
+def converse(answer: Callable[[str], Iterator[str]], texts: Sequence[str]) -> None:
+    """Print an answer, which comes in parts, to each of ``texts``, or, without any, to each line of the standard input.
 
     Raises:
-        ConfigError: a message cannot be answered; where somebody types, they are told so, and may go on.
+        ConfigError: a text cannot be answered; where somebody types, they are told so, and may go on.
     """
     is_typed = not texts and sys.stdin.isatty()
     for text in texts or (_typed() if is_typed else _lines()):
         try:
-            _print(conversation.answer(text))
+            _print(answer(text))
         except ConfigError as error:
             if not is_typed:
                 raise

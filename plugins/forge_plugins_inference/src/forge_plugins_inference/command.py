@@ -30,6 +30,7 @@ class Continued:
 @click.command()
 @click.argument("run", type=click.Path(path_type=Path))
 @click.option("--chat", is_flag=True, help="Talk turn by turn, by the model's own chat template.")
+@click.option("--interactive", is_flag=True, help="Continue each line that is typed, or that comes from a pipe.")
 @click.option("--system", help="With --chat: the message of the system, before all others.")
 @click.option("--prompt", "prompts", multiple=True, help="What to continue; repeat for a batch. With --chat: a turn.")
 @click.option("--prompt-file", type=click.Path(path_type=Path), help="A file with one prompt a line.")
@@ -62,6 +63,7 @@ def generate(
     obj: Any,
     run: Path,
     chat: bool,
+    interactive: bool,
     system: str | None,
     prompts: tuple[str, ...],
     prompt_file: Path | None,
@@ -78,16 +80,25 @@ def generate(
 ) -> None:
     """Sample from RUN, a run's directory (its newest checkpoint) or a checkpoint's.
 
-    With --chat, each line that is typed is a message, until the end of input (Ctrl-D); lines may come from a pipe, too.
+    With --chat, each line that is typed is a message, and with --interactive a prompt of its own, until the end of
+    input (Ctrl-D); lines may come from a pipe, too.
     """
     texts = [*map(_utf_8, prompts), *_lines(prompt_file)]
-    _refuse_options(chat, ignore_end=ignore_end, as_json=as_json, has_system=system is not None)
+    _refuse_options(
+        chat,
+        interactive,
+        ignore_end=ignore_end,
+        as_json=as_json,
+        has_prompts=bool(texts),
+        has_system=system is not None,
+    )
 
     import torch
 
     from forge_core.checkpoint.contents import model_problem
     from forge_core.checkpoint.store import find_checkpoint
     from forge_core.distributed.mesh import choose_device
+    from forge_plugins_inference.chat import converse
     from forge_plugins_inference.generation import generate as sample
     from forge_plugins_weights.loading import load_model
 
@@ -108,37 +119,56 @@ def generate(
         "generator": torch.Generator(place).manual_seed(seed),
     }
     if chat:
-        from forge_plugins_inference.chat import converse
         from forge_plugins_inference.conversation import Conversation
 
         try:
             conversation = Conversation(model, tokenizer, system=system, say=_say, **settings)
         except ConfigError as error:
             raise ConfigError(f"{checkpoint.path}: {error}") from error
-        converse(conversation, texts)
+        converse(conversation.answer, texts)
+        return
+
+    def follow(texts: list[str]) -> list[str]:
+        # an empty prompt starts where documents start: after the end of the one before
+        ids = [tokenizer.encode(text).tolist() or [tokenizer.end_of_document] for text in texts]
+        completions = sample(model, ids, stop=None if ignore_end else tokenizer.end_of_document, **settings)
+        return [tokenizer.decode(completion) for completion in completions]
+
+    if interactive:
+        converse(lambda text: iter([text, *follow([text])]), [])
         return
     texts = texts or [""]
-    # an empty prompt starts where documents start: after the end of the one before
-    ids = [tokenizer.encode(text).tolist() or [tokenizer.end_of_document] for text in texts]
-    completions = sample(model, ids, stop=None if ignore_end else tokenizer.end_of_document, **settings)
+    _print(texts, follow(texts), as_json=as_json)
+
+
+def _print(texts: list[str], completions: list[str], *, as_json: bool) -> None:
     for i, (text, completion) in enumerate(zip(texts, completions, strict=True)):
         if as_json:
-            print_json(Continued(prompt=text, text=tokenizer.decode(completion)), indent=None)
+            print_json(Continued(prompt=text, text=completion), indent=None)
             continue
         if len(texts) > 1:
             print(f"--- {i + 1} of {len(texts)}")
-        generated = text + tokenizer.decode(completion)
+        generated = text + completion
         # a model may have learned to steer a terminal
         print(printable(generated) if sys.stdout.isatty() else generated)
 
 
-def _refuse_options(chat: bool, *, ignore_end: bool, as_json: bool, has_system: bool) -> None:
-    if chat and ignore_end:
-        raise ConfigError("--ignore-end has no effect with --chat: an answer has an end")
-    if chat and as_json:
-        raise ConfigError("--json has no effect with --chat: a conversation is for people")
-    if has_system and not chat:
-        raise ConfigError("--system has no effect without --chat: a text that is continued has no system message")
+def _refuse_options(
+    chat: bool, interactive: bool, *, ignore_end: bool, as_json: bool, has_prompts: bool, has_system: bool
+) -> None:
+    for is_given, sentence in (
+        (chat and interactive, "--interactive continues texts, and --chat answers messages; take one of them"),
+        (interactive and has_prompts, "--prompt has no effect with --interactive, which reads prompts line by line"),
+        (interactive and as_json, "--json has no effect with --interactive: what is typed and printed is for people"),
+        (chat and ignore_end, "--ignore-end has no effect with --chat: an answer has an end"),
+        (chat and as_json, "--json has no effect with --chat: a conversation is for people"),
+        (
+            has_system and not chat,
+            "--system has no effect without --chat: a text that is continued has no system message",
+        ),
+    ):
+        if is_given:
+            raise ConfigError(sentence)
 
 
 def _say(line: str) -> None:
