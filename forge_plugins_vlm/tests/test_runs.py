@@ -89,6 +89,30 @@ def test_images_are_captioned(folder, capsys):
     assert caption.startswith("a ")
 
 
+def test_the_likeliest_tokens_alone_are_sampled_from(folder, capsys):
+    image = ["--image", held_out(folder, 0)]
+    likeliest = generated(folder, capsys, *image)
+
+    assert generated(folder, capsys, *image, "--temperature", "9", "--top-k", "1") == likeliest
+    assert generated(folder, capsys, *image, "--temperature", "9") != likeliest
+
+
+def test_averages_of_weights_are_sampled_from_unless_the_trained_ones_are_asked_for(folder, capsys):
+    average = 'callbacks=[{name="ema", decay=0.9999}]'
+    assert main(["run", str(folder / "job.toml"), "run.name=averaged", average]) == 0
+
+    def said(run, *arguments):
+        capsys.readouterr()
+        assert main(["vlm", "generate", str(folder / "runs" / run), "--image", held_out(folder, 0), *arguments]) == 0
+        return capsys.readouterr().out
+
+    assert said("averaged") == said("averaged", "--weights", "evaluation") != said("shapes")
+    assert said("averaged", "--weights", "training") == said("shapes")
+    code, _, error = generated(folder, capsys, "--image", held_out(folder, 0), "--weights", "evaluation")
+    assert code == 2
+    assert "has the trained ones alone; use 'training', or leave it out" in error
+
+
 def test_its_sites_are_listed_with_those_of_its_encoder(folder, capsys):
     run = str(folder / "runs" / "shapes")
     rows = {row["name"]: row for row in json_of("sites", run)}

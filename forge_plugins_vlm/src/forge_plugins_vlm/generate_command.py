@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from forge_plugins_vlm.data.config import ImageTextConfig
     from forge_plugins_vlm.data.prompts import Prompt, PromptReader
     from forge_plugins_vlm.data.references import Reference
-    from forge_plugins_weights.loading import LoadedModel
+    from forge_plugins_weights.loading import LoadedModel, Weights
 
 VIDEO = "<video>"
 """In a prompt: the frames of a video."""
@@ -54,10 +54,14 @@ class ContinuedPrompt:
 )
 @click.option("--max-new-tokens", type=click.IntRange(min=1), help="By default 64, or as many as there is room for.")
 @click.option("--temperature", default=0.0, show_default=True, type=click.FloatRange(min=0), help="0: the likeliest.")
+@click.option("--top-k", default=0, show_default=True, type=click.IntRange(min=0), help="Of the likeliest; 0: all.")
 @click.option("--top-p", default=1.0, show_default=True, type=click.FloatRange(min=0, max=1, min_open=True))
 @click.option("--seed", default=0, show_default=True, type=click.IntRange(min=0, max=2**63 - 1))
 @click.option("--device", default="auto", show_default=True, type=click.Choice(["auto", "cpu", "cuda", "mps"]))
 @click.option("--dtype", default="float32", show_default=True, type=click.Choice(["float32", "bfloat16", "float16"]))
+@click.option(
+    "--weights", type=click.Choice(["training", "evaluation"]), help="By default averages, if the run has any."
+)
 @json_option(ContinuedPrompt, lines=True, says="Print JSON, an object for each prompt on a line.")
 @click.pass_obj
 def generate(
@@ -68,10 +72,12 @@ def generate(
     prompts: tuple[str, ...],
     max_new_tokens: int | None,
     temperature: float,
+    top_k: int,
     top_p: float,
     seed: int,
     device: str,
     dtype: str,
+    weights: Weights | None,
     as_json: bool,
 ) -> None:
     """Continue prompts about images by the model of RUN, a run's directory (its newest checkpoint) or a checkpoint's.
@@ -88,7 +94,7 @@ def generate(
 
     checkpoint = find_checkpoint(run, _say, model_problem)
     place = choose_device(device)
-    loaded = load_model(checkpoint, invocation.catalog, place, getattr(torch, dtype))
+    loaded = load_model(checkpoint, invocation.catalog, place, getattr(torch, dtype), weights)
     reader, config = _reader(loaded, invocation)
     read = _prompts(reader, config, images, videos, prompts)
     assert loaded.tokenizer is not None, "without one, there is no reader"
@@ -99,6 +105,7 @@ def generate(
         [one.tokens for one in read],
         max_new_tokens=max_new_tokens or max(1, min(64, room)),
         temperature=temperature,
+        top_k=top_k,
         top_p=top_p,
         stop=loaded.tokenizer.end_of_document,
         generator=torch.Generator(place).manual_seed(seed),
