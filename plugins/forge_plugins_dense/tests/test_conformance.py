@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from forge_plugins_dense.testing.norm import NormConformance
 from forge_plugins_dense.testing.predictor import PredictorConformance
 from forge_testing.feed_forward import FeedForwardConformance
 from forge_testing.model import ModelConformance
@@ -65,6 +66,18 @@ class TestSwiGLU(FeedForwardConformance):
 class TestTwoMatrices(FeedForwardConformance):
     component = "forge-plugins-dense:mlp"
     config: ClassVar = {"hidden_dim": 24, "activation": "relu"}
+
+
+class TestRMSNorm(NormConformance):
+    component = "forge-plugins-dense:rmsnorm"
+
+
+class TestLayerNormAlone(NormConformance):
+    component = "forge-plugins-dense:layernorm"
+
+
+class TestZeroCenteredRMSNorm(NormConformance):
+    component = "forge-plugins-dense:zero_centered_rmsnorm"
 
 
 class TestSequential(PredictorConformance):

@@ -50,9 +50,9 @@ class LookingBlock(nn.Module):
 
     def __init__(self, config: CrossAttentionConfig, model: VisionLanguageConfig, layer: int, build: Builder) -> None:
         super().__init__()
-        norm = functools.partial(make_norm, model.norm, model.dim, model.norm_eps)
+        norm = functools.partial(make_norm, model.norm, model.dim, model.norm_eps, build)
         self.attention_norm = norm()
-        self.attention = ImageAttention(config, model)
+        self.attention = ImageAttention(config, model, build)
         self.attention_gate = Gate(config)
         self.feed_forward_norm = norm()
         own = model.layer(layer)
@@ -188,10 +188,10 @@ class InsertedBlock(Block):
 class ImageAttention(nn.Module):
     """Text attends to image tokens: no rotary positions, queries and keys normed by head, as in Llama 3.2 Vision."""
 
-    def __init__(self, config: CrossAttentionConfig, model: VisionLanguageConfig) -> None:
+    def __init__(self, config: CrossAttentionConfig, model: VisionLanguageConfig, build: Builder) -> None:
         super().__init__()
         self.head_dim, self.latest = model.head_size, config.attend == "latest"
-        self.image_norm = make_norm(model.norm, model.dim, model.norm_eps) if config.norm_images else None
+        self.image_norm = make_norm(model.norm, model.dim, model.norm_eps, build) if config.norm_images else None
         self.q = nn.Linear(model.dim, model.n_heads * self.head_dim, bias=False)
         self.k = nn.Linear(model.dim, model.kv_heads * self.head_dim, bias=False)
         self.v = nn.Linear(model.dim, model.kv_heads * self.head_dim, bias=False)

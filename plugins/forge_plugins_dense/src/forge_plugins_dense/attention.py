@@ -19,6 +19,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
+from forge_core.contracts.builder import Builder
 from forge_core.contracts.model import Initializer, ParameterRole, ShardRole
 from forge_core.contracts.observation import Site
 from forge_core.errors import ConfigError
@@ -30,6 +31,7 @@ from forge_plugins_dense.initial_values import normal, zeros
 from forge_plugins_dense.layer_config import Layer
 from forge_plugins_dense.mask import causal_mask
 from forge_plugins_dense.norm import NormOverHeads, init_norm, make_norm, norm_roles
+from forge_plugins_dense.norm_config import ZERO_CENTERED_RMSNORM
 from forge_plugins_dense.rope import rotate
 from forge_plugins_dense.sinks import Sinks, beside_sinks, rescale
 
@@ -73,9 +75,10 @@ class Attention(nn.Module):
 
     Args:
         layer: its window is for what attention costs; ``BlockInputs`` says which positions are seen.
+        build: same as of ``make_norm``.
     """
 
-    def __init__(self, config: TransformerConfig, layer: Layer) -> None:
+    def __init__(self, config: TransformerConfig, layer: Layer, build: Builder | None = None) -> None:
         super().__init__()
         self.head_dim = config.head_size
         self.n_heads, self.window = config.n_heads, layer.window
@@ -91,14 +94,14 @@ class Attention(nn.Module):
         self.q_norm: nn.Module | None = None
         self.k_norm: nn.Module | None = None
         if config.qk_norm and config.qk_norm_over == "all":
-            zero_centered = config.norm == "zero_centered_rmsnorm"
+            zero_centered = config.norm == ZERO_CENTERED_RMSNORM
             self.q_norm, self.k_norm = (
                 NormOverHeads(n * self.head_dim, config.norm_eps, zero_centered=zero_centered)
                 for n in (config.n_heads, config.kv_heads)
             )
         elif config.qk_norm:
-            name = "rmsnorm" if config.norm == "layernorm" else config.norm
-            self.q_norm, self.k_norm = (make_norm(name, self.head_dim, config.norm_eps) for _ in range(2))
+            given = config.head_norm, self.head_dim, config.norm_eps, build
+            self.q_norm, self.k_norm = (make_norm(*given) for _ in range(2))
 
     def forward(self, hidden: torch.Tensor, surroundings: BlockInputs, cache: LayerCache | None = None) -> torch.Tensor:
         """``(B, S, D)`` to ``(B, S, D)``."""

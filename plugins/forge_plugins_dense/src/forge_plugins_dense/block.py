@@ -34,11 +34,11 @@ class Block(nn.Module):
     def __init__(self, config: TransformerConfig, layer: int, build: Builder) -> None:
         super().__init__()
         own = config.layer(layer)
-        norm = functools.partial(make_norm, config.norm, config.dim, config.norm_eps)
+        norm = functools.partial(make_norm, config.norm, config.dim, config.norm_eps, build)
         reads, gives = config.norm_placement != "output", config.norm_placement != "input"
         self.attention_norm = norm() if reads else nn.Identity()
         self.attention = (
-            attention(None, model=config, layer=layer)
+            attention(None, model=config, layer=layer, build=build)
             if own.mixer is None
             else build(own.mixer, model=config, layer=layer)
         )

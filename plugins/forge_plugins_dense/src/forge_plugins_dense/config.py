@@ -17,6 +17,7 @@ from forge_plugins_dense.layer_config import Layer, LayerConfig
 from forge_plugins_dense.mixer_checks import heads_that_grow_apart, idle_keys
 from forge_plugins_dense.mixer_config import Heads, MixerConfig
 from forge_plugins_dense.multi_token_config import MultiTokenConfig
+from forge_plugins_dense.norm_config import LAYERNORM, RMSNORM, ZERO_CENTERED_RMSNORM, as_norm
 from forge_plugins_dense.rope_config import Llama3Scaling, LongRope, YarnScaling
 from forge_plugins_dense.sparse_shorthand import with_feed_forward
 
@@ -29,7 +30,6 @@ CUDA_KERNELS = ("efficient", "cudnn", "flex")
 MIN_FLEX_FEATURES = 16
 """A head's features from which on FlexAttention has a kernel for CUDA."""
 """Kernels that exist on CUDA only; ``flash`` and ``math`` exist on the CPU too."""
-NormName = Literal["rmsnorm", "layernorm", "zero_centered_rmsnorm"]
 NormPlacement = Literal["input", "output", "both"]
 Activation = Literal["silu", "gelu", "relu"]
 """Of experts."""
@@ -154,6 +154,11 @@ def _has_qk_norm(config: TransformerConfig, attribute: attrs.Attribute[str], val
         raise ValueError("has no effect without qk_norm")
 
 
+def _is_an_rmsnorm(config: TransformerConfig, _: attrs.Attribute[str], value: str) -> None:
+    if value == "all" and config.norm not in (RMSNORM, LAYERNORM, ZERO_CENTERED_RMSNORM):
+        raise ValueError(f'"all" is an RMSNorm, and norm = "{config.norm.name}" is another; choose "head"')
+
+
 def _is_even(_: TransformerConfig, __: attrs.Attribute[int | None], value: int | None) -> None:
     if value is not None and value % 2:
         raise ValueError(f"must be even, because rotary embeddings turn pairs of features; got {value}")
@@ -195,9 +200,12 @@ class TransformerConfig:
     moe: Mapping[str, Any] | None = attrs.field(default=None, validator=_is_written_out)
     """Further keys of that layer, such as ``router``; with ``n_experts`` among them, it is sparse without
     ``num_experts``, which wins over it. ``forge plugins show feed_forward moe`` lists them."""
-    norm: NormName = "rmsnorm"
+    norm: Annotated[ComponentRef, Slot("norm", default="rmsnorm")] = attrs.field(
+        default="rmsnorm",  # type: ignore[assignment]  # what the converter takes
+        converter=as_norm,
+    )
     """``layernorm`` has a bias, ``rmsnorm`` has none. ``zero_centered_rmsnorm`` multiplies by 1 plus its weight
-    (Gemma)."""
+    (Gemma). Packages bring others."""
     norm_placement: NormPlacement = "input"
     """Where the norms of a layer are: at its ``input`` (Llama), at its ``output``, before that is added to the residual
     stream (OLMo 2), or at ``both`` (Gemma 2)."""
@@ -243,8 +251,9 @@ class TransformerConfig:
     mixer: Annotated[ComponentRef | None, Slot("sequence_mixer")] = None
     """What works between positions in each block; by default attention, as the keys here describe it."""
     qk_norm: bool = False
-    """RMSNorm on queries and keys before the rotation (Qwen3)."""
-    qk_norm_over: QKNormOver = attrs.field(default="head", validator=_has_qk_norm)
+    """RMSNorm on queries and keys before the rotation (Qwen3), or ``norm`` where that is neither it nor
+    ``layernorm``."""
+    qk_norm_over: QKNormOver = attrs.field(default="head", validator=[_has_qk_norm, _is_an_rmsnorm])
     """What ``qk_norm`` is taken over: each ``head`` by itself, or ``all`` heads of a position together (OLMoE)."""
     tie_embeddings: bool = False
     """Use the embedding table as the output head."""
@@ -366,6 +375,11 @@ class TransformerConfig:
         if self.long_rope is not None:
             return attrs.evolve(self.long_rope, attention_factor=self.long_rope.magnitude(self.max_seq_len))
         return self.rope_scaling or self.yarn
+
+    @property
+    def head_norm(self) -> ComponentRef:
+        """What ``qk_norm`` puts on single heads."""
+        return RMSNORM if self.norm == LAYERNORM else self.norm
 
     @property
     def rope_stretched(self) -> bool:

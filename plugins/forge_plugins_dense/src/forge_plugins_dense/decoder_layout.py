@@ -18,6 +18,7 @@ from forge_plugins_dense.feed_forward_config import MLPConfig
 from forge_plugins_dense.huggingface import biased_projections, check_complete, is_derived, refuse_further_parts
 from forge_plugins_dense.latent_config import latent_of
 from forge_plugins_dense.layer_config import LayerConfig
+from forge_plugins_dense.norm_config import LAYERNORM
 from forge_plugins_dense.rope_config import Llama3Scaling, LongRope, YarnScaling
 from forge_plugins_hf.weight_layout import ReadPart, Recipe, WeightLayout
 
@@ -210,10 +211,10 @@ class DecoderLayout(WeightLayout):
     def _biased(self, config: TransformerConfig) -> set[str]:
         """Our modules with a bias."""
         has = biased_projections(config)
-        if config.norm == "layernorm":
+        if config.norm == LAYERNORM:
             has |= {name for name in self.modules(config) if name.endswith("_norm") and "." not in name}
         biased = {f"blocks.{number}.{name}" for number in range(config.n_layers) for name in has}
-        return biased | ({"norm"} if config.norm == "layernorm" else set())
+        return biased | ({"norm"} if config.norm == LAYERNORM else set())
 
 
 def _parameters(fused: Fused, biased: Collection[str]) -> Sequence[str]:

@@ -22,6 +22,7 @@ from forge_plugins_dense.huggingface_layers import (
     without_windows,
 )
 from forge_plugins_dense.latent_config import latent_of
+from forge_plugins_dense.norm_config import RMSNORM
 from forge_plugins_dense.rope_config import LongRope
 
 T = TypeVar("T")
@@ -391,8 +392,8 @@ def _check_representable(config: TransformerConfig) -> MLPConfig:
     feed_forward = config.feed_forward.config
     if not isinstance(feed_forward, MLPConfig) or not feed_forward.is_gated:
         raise ConfigError("only a transformer whose feed_forward is a gated mlp has a Hugging Face form like Llama's")
-    if config.norm != "rmsnorm":
-        raise ConfigError(f'only norm = "rmsnorm" has a Hugging Face form, and this model has "{config.norm}"')
+    if config.norm != RMSNORM:
+        raise ConfigError(f'only norm = "rmsnorm" has a Hugging Face form, and this model has "{config.norm.name}"')
     refuse_multipliers(config)
     for key in _LIKE_LLAMA:
         if getattr(config, key) != getattr(attrs.fields(TransformerConfig), key).default:

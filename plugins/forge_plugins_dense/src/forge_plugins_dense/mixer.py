@@ -77,9 +77,9 @@ class SequenceMixerFactory(Protocol):
         ...
 
 
-def attention(_: object, /, *, model: TransformerConfig, layer: int) -> Attention:
+def attention(_: object, /, *, model: TransformerConfig, layer: int, build: Builder | None = None) -> Attention:
     """The mixer ``attention``: as the decoder's own keys describe it."""
-    return Attention(model, model.layer(layer))
+    return Attention(model, model.layer(layer), build)
 
 
 def latent(config: LatentAttentionConfig, /, *, model: TransformerConfig, layer: int) -> LatentAttention:

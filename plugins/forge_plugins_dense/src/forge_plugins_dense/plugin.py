@@ -12,6 +12,12 @@ FORGE_API = "1.0"
 @hookimpl
 def forge_kinds() -> Iterator[Kind]:
     yield Kind(
+        name="norm",
+        hook="forge_norms",
+        summary="a decoder's norm: what its layers read of the residual stream, position by position",
+        contract="forge_plugins_dense.norm:Norm",
+    )
+    yield Kind(
         name="predictor",
         hook="forge_predictors",
         summary="a further block of a decoder, which predicts a token beyond the next",
@@ -59,6 +65,21 @@ def forge_feed_forwards() -> Iterator[Component]:
         factory="forge_plugins_dense.feed_forward:MLP",
         config="forge_plugins_dense.feed_forward_config:MLPConfig",
     )
+
+
+@hookimpl
+def forge_norms() -> Iterator[Component]:
+    for name, summary in (
+        ("rmsnorm", "RMSNorm, with a weight and no bias (Llama)"),
+        ("layernorm", "LayerNorm, with a weight and a bias (GPT-2)"),
+        ("zero_centered_rmsnorm", "RMSNorm that multiplies by 1 plus its weight (Gemma)"),
+    ):
+        yield Component(
+            name=name,
+            summary=summary,
+            factory=f"forge_plugins_dense.norm:{name}",
+            config="forge_plugins_dense.norm_config:NormConfig",
+        )
 
 
 @hookimpl

@@ -74,7 +74,7 @@ class Transformer(nn.Module):
         if config.long_rope is not None:
             self.register_forward_pre_hook(SequenceLengths(), with_kwargs=True)
         self.kinds = {layer: _kind(config, int(layer)) for layer in self.blocks}
-        self.norm: nn.Module | None = make_norm(config.norm, config.dim, config.norm_eps)
+        self.norm: nn.Module | None = make_norm(config.norm, config.dim, config.norm_eps, build)
         self.head: nn.Linear | None = make_head(config.dim, vocab_size, config.output_softcap)
         if config.tie_embeddings:
             self.head.weight = self.embed.weight
@@ -290,7 +290,7 @@ class Transformer(nn.Module):
         return {} if self.config.multi_token is None else count_further_targets(batch, self.config.multi_token)
 
     def _add_predictors(self, config: TransformerConfig, multi_token: MultiTokenConfig, build: Builder) -> None:
-        norm = functools.partial(make_norm, config.norm, config.dim, config.norm_eps)
+        norm = functools.partial(make_norm, config.norm, config.dim, config.norm_eps, build)
         for layer in range(config.n_layers, config.n_layers + multi_token.depths):
             block = Block(config, layer, build)
             self.blocks[str(layer)] = build(multi_token.predictor, dim=config.dim, block=block, make_norm=norm)
