@@ -1,23 +1,18 @@
 from __future__ import annotations
 
-import importlib
-
 import pytest
 import torch
 
+from forge_core.config.builder import ComponentBuilder
 from forge_core.contracts.component_ref import ComponentRef
 from forge_core.errors import ConfigError
+from forge_core.registry.discovery import discover
 from forge_core.train.initialisation import initialise
 from forge_plugins_dense.config import MLPConfig, TransformerConfig
 from forge_plugins_dense.transformer import Transformer
 from forge_plugins_inference.generation import generate, generate_steps, sample
 
 PROMPTS = [[3, 14, 15, 9, 2, 6], [5], [35, 8, 9]]
-
-
-def build(use, /, **given):
-    module, name = use.factory.split(":")
-    return getattr(importlib.import_module(module), name)(use.config, build=build, **given)
 
 
 @pytest.fixture
@@ -32,7 +27,7 @@ def model():
     config = TransformerConfig(
         dim=32, n_layers=2, n_heads=4, n_kv_heads=2, max_seq_len=64, init_std=0.3, feed_forward=feed_forward
     )
-    model = Transformer(config, vocab_size=40, build=build)
+    model = Transformer(config, vocab_size=40, build=ComponentBuilder(discover()))
     initialise(model, seed=0)
     return model
 
