@@ -12,9 +12,8 @@ LEFT_OUT = (
     *("compare-representations.md", "describe-a-cluster.md", "neural-recordings.md", "published-models.md"),
     *("describe-a-weight-layout.md", "moe-layouts.md", "sparse-autoencoders.md", "vlm-architectures.md"),
     *("how-to/log-captions.md", "how-to/study-optimizers.md", "image-data.md", "interventions.md", "walk.md"),
-    *("look-into-a-model.md", "plan.md", "preference-tuning.md", "studies.md", "vision-language.md"),
+    *("look-into-a-model.md", "mixtures.md", "plan.md", "preference-tuning.md", "studies.md", "vision-language.md"),
     *("replicas.md", "stores.md", "write-a-mirror.md", "write-a-mixer.md", "write-an-encoder.md"),
-    *("studies.md", "write-a-router.md", "write-an-optimizer.md"),
 )
 """Pages for those who work on Forge itself, who have a checkout; and pages that few need, beside those of their
 hooks: all wheels together have 2 MB. ``pages/library.py`` leaves the same ones out."""
