@@ -11,6 +11,7 @@ import pytest
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "gpu.py"
 BY_DAY = ("documents", "tests")
 NOT_HERE = {
+    "plugins/forge_plugins_monitor/tests/test_gpu_metrics.py::test_a_real_gpu_answers": "the driver's library",
     "plugins/forge_plugins_monitor/tests/test_health.py::test_a_real_gpu_answers": "the driver's library",
     "plugins/forge_plugins_parallel/tests/test_float8_layers.py::test_a_gpu_rounds_as_it_is_emulated[blockwise]": (
         "Triton's kernels on a GPU, and products of blocks"

@@ -285,6 +285,8 @@ FAULTS = [
         "must start at 0 where a new document does",
     ),
     (replaced(positions=lambda p: p * 2), "test_positions_start_again_with_each_document", "count up by 1"),
+    (replaced(positions=lambda p: p * 0 - 1), "test_padding_has_no_targets", "targets must be -100 at padding"),
+    (replaced(positions=lambda p: p - 2), "test_padding_has_no_targets", "positions must be -1 at padding, and else"),
     (reading(in_place), "test_reading_has_no_side_effects", "read changes the indices it is given"),
     (
         reading(lambda s, batch, i: s.samples),
