@@ -1,4 +1,4 @@
-"""How a replica is started again that has no checkpoint of its own."""
+"""Which replicas are started again, and from where."""
 
 import attrs
 
@@ -25,3 +25,10 @@ def test_it_resumes_from_another_replica_also_where_the_job_begins_with_loaded_w
     resumed = load_job(again, catalog=discover())
     assert resumed.checkpoint.resume == str(first.run.dir / "replica_0")
     assert attrs.evolve(resumed, checkpoint=second.checkpoint) == second
+
+
+def test_one_that_ends_as_invalid_is_named_and_not_started_again(job):
+    code, said = job.run("replicas", "--replicas", "1", "data.pattern=*.nothing")
+
+    assert code == 2, said
+    assert "[replica 0] exit code 2; it is not started again" in said
