@@ -89,12 +89,13 @@ class Metrics:
         self._steps += 1
         self._beside += sum(map(self._flops_beside, microbatches))
 
-    def submit(self, context: StepContext, rate: float) -> torch.Tensor:
+    def submit(self, context: StepContext, rate: float, targets: torch.Tensor) -> torch.Tensor:
         """Take the values of a step, which ``send`` sends.
 
         Args:
             context: its ``metrics`` have ``loss``, this rank's part of it, and norms, equal on all ranks.
             rate: the learning rate that is logged.
+            targets: of all ranks, or the sum of their weights.
 
         Returns:
             The loss of all ranks.
@@ -107,10 +108,10 @@ class Metrics:
         sums = [one for each in self.sums_of_sources() for one in each.to(values["loss"].dtype).flatten().unbind()]
         over_ranks = torch.stack([values["loss"], *auxiliary.values(), *sums])
         loss, *means = mesh.sum_over(over_ranks, LOSS_AXES).unbind()
-        means, sums = means[: len(auxiliary)], means[len(auxiliary) :]
         norms = {name: value for name, value in values.items() if name.partition("/")[0] == "grad_norm"}
-        tensors = {"loss": loss, **norms, **dict(zip(auxiliary, means, strict=True))}
-        tensors |= {**self._modules.metrics(self._run.device), **losses_of_sources(self._source_names, sums)}
+        tensors = {"loss": loss, "targets": targets, **norms, **dict(zip(auxiliary, means, strict=False))}
+        tensors |= self._modules.metrics(self._run.device)
+        tensors |= losses_of_sources(self._source_names, means[len(auxiliary) :])
         known = {"lr": rate, "tokens": context.tokens, **self._tokens_of_sources(), **self._speed()}
         self._ready = context.step, tensors | {"skipped": self._guard.skipped}, known
         self._start_window()

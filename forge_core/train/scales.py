@@ -26,6 +26,8 @@ class Scales:
     """One over its tokens without padding."""
     own: Mapping[str, torch.Tensor]
     """One over what the model counts for losses of its own (``MultiTokenModel``), by name."""
+    learned: torch.Tensor
+    """The step's targets, or the sum of their weights; a metric."""
 
 
 def step_scales(
@@ -39,16 +41,15 @@ def step_scales(
     counts: list[float] = [sum(map(weight_of_targets, microbatches)), sum(map(count_tokens, microbatches))]
     count_own: Any = getattr(model, "count_targets", lambda batch: {})
     of_batches = [count_own(batch) for batch in microbatches]
-    names = [*of_batches[0]]
-    counts += [sum(one[name] for one in of_batches) for name in names]
+    counts += [sum(one[name] for one in of_batches) for name in of_batches[0]]
     if mesh.dp_size == 1 and replicas.share.count == 1:
-        scales = [torch.full((), 1 / (count or 1), device=device) for count in counts]
+        learned, *scales = [torch.full((), n, device=device) for n in (counts[0], *(1 / (n or 1) for n in counts))]
     else:
         each = torch.stack([torch.full((), float(count), device=device) for count in counts])
         mesh.sum_over(each, DATA_AXES)
         summed = replicas.sum(each)
-        scales = [*torch.where(summed > 0, summed, 1).reciprocal_().unbind()]
-    return Scales(scales[0], scales[1], dict(zip(names, scales[2:], strict=True)))
+        learned, *scales = (summed[0], *torch.where(summed > 0, summed, 1).reciprocal_().unbind())
+    return Scales(scales[0], scales[1], dict(zip(of_batches[0], scales[2:], strict=True)), learned)
 
 
 def weight_of_targets(batch: Batch) -> float:

@@ -20,6 +20,7 @@ TITLES = {
     "step_seconds": ("Time of a step", "seconds"),
     "data_seconds": ("Waiting for data, in a step", "seconds"),
     "tokens": ("Tokens seen", "tokens"),
+    "targets": ("Targets of a step", "targets"),
 }
 """Titles and units of metrics that every run has. Others stand under their own names."""
 _WITH_EVENTS = ("loss", "grad_norm", "tokens_per_second")
