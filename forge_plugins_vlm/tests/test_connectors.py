@@ -6,7 +6,6 @@ import math
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from forge_core.config.builder import ComponentBuilder
 from forge_core.errors import ConfigError
@@ -29,6 +28,11 @@ class TestMLP(ConnectorConformance):
 class TestDeepMLP(ConnectorConformance):
     component = "forge-plugins-vlm:mlp"
     config = {"n_layers": 4}
+
+
+class TestNarrowMLP(ConnectorConformance):
+    component = "forge-plugins-vlm:mlp"
+    config = {"hidden_dim": 10, "activation": "relu"}
 
 
 class TestFusedMLP(ConnectorConformance):
@@ -72,11 +76,24 @@ def random(*shape):
     return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
 
-def layers(module, hidden):
-    """A chain of linear layers with exact GELU between them."""
+def gelu(hidden):
+    """The exact one."""
+    return hidden * 0.5 * (1 + torch.erf(hidden / math.sqrt(2)))
+
+
+FORMULAS = {
+    "gelu": gelu,
+    "gelu_tanh": lambda x: x * 0.5 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
+    "relu": lambda x: x * (x > 0),
+    "silu": lambda x: x / (1 + torch.exp(-x)),
+}
+
+
+def layers(module, hidden, activation=gelu):
+    """A chain of linear layers with an activation between them."""
     for number, layer in enumerate(module.layers):
         if number:
-            hidden = hidden * 0.5 * (1 + torch.erf(hidden / math.sqrt(2)))
+            hidden = activation(hidden)
         hidden = hidden @ layer.weight.T + layer.bias
     return hidden
 
@@ -108,6 +125,8 @@ def attend(attention, queries, media):
         ("linear", {}, [8, 6]),
         ("mlp", {}, [8, 6, 6]),
         ("mlp", {"n_layers": 3}, [8, 6, 6, 6]),
+        ("mlp", {"hidden_dim": 10}, [8, 10, 6]),
+        ("mlp", {"n_layers": 3, "hidden_dim": 10}, [8, 10, 10, 6]),
         ("fused_mlp", {}, [8, 32, 6, 6]),
     ],
 )
@@ -116,6 +135,28 @@ def test_a_connector_of_single_features_is_a_chain_of_layers(name, keys, widths)
 
     assert [module.layers[0].in_features, *(layer.out_features for layer in module.layers)] == widths
     torch.testing.assert_close(module(features, (3, 5)), layers(module, features))
+
+
+@pytest.mark.parametrize("activation", FORMULAS)
+@pytest.mark.parametrize(
+    ("name", "keys"),
+    [
+        ("mlp", {}),
+        ("fused_mlp", {}),
+        ("average_pool", {"hidden_dim": 10}),
+        ("attention_pool", {"hidden_dim": 10}),
+        ("pixel_shuffle", {"n_layers": 2, "hidden_dim": 10}),
+    ],
+)
+def test_the_activation_between_matrices_is_its_formula(name, keys, activation):
+    module, given = connector(name, activation=activation, **keys), []
+    projection = module if hasattr(module, "layers") else module.projection
+    projection.layers[0].register_forward_pre_hook(lambda _, args: given.append(args[0]))
+
+    tokens = module(random(2, 16, 8), (4, 4))
+
+    assert projection.layers[0].out_features == {"mlp": 6, "fused_mlp": 32}.get(name, 10)
+    torch.testing.assert_close(tokens, layers(projection, given[0], FORMULAS[activation]))
 
 
 @pytest.mark.parametrize("grid", GRIDS)
@@ -152,8 +193,10 @@ def test_a_square_of_features_stands_side_by_side(grid, scale):
     torch.testing.assert_close(module(features, grid), layers(module.projection, expected))
 
 
-def test_learned_queries_attend_to_features_and_to_one_another():
-    module, features = connector("resampler", n_tokens=5, depth=2, n_heads=2), random(2, 15, 8)
+@pytest.mark.parametrize("activation", FORMULAS)
+def test_learned_queries_attend_to_features_and_to_one_another(activation):
+    keys = {"n_tokens": 5, "depth": 2, "n_heads": 2, "activation": activation}
+    module, features = connector("resampler", **keys), random(2, 15, 8)
 
     def norm(layer, hidden):
         centred = hidden - hidden.mean(-1, keepdim=True)
@@ -164,7 +207,7 @@ def test_learned_queries_attend_to_features_and_to_one_another():
         for layer in module.layers:
             queries = norm(layer.query_norm, hidden)
             hidden = hidden + attend(layer.attention, queries, torch.cat((norm(layer.media_norm, tile), queries)))
-            up = F.gelu(norm(layer.mlp_norm, hidden) @ layer.up.weight.T + layer.up.bias)
+            up = FORMULAS[activation](norm(layer.mlp_norm, hidden) @ layer.up.weight.T + layer.up.bias)
             hidden = hidden + up @ layer.down.weight.T + layer.down.bias
         return layers(module.projection, norm(module.norm, hidden))
 
@@ -203,6 +246,10 @@ def test_heads_that_do_not_divide_the_width_are_refused_with_both_numbers():
     [
         ({"name": "mlp", "n_layers": 1}, "n_layers: must be at least 2"),
         ({"name": "average_pool", "window": 1}, "window: must be at least 2"),
+        ({"name": "mlp", "hidden_dim": 0}, "hidden_dim: must be greater than 0"),
+        ({"name": "mlp", "activation": "glu"}, "activation: .* did you mean 'gelu'"),
+        ({"name": "pixel_shuffle", "hidden_dim": 8}, "hidden_dim: has no effect with n_layers = 1, got 8; remove it"),
+        ({"name": "average_pool", "n_layers": 1, "activation": "relu"}, "activation: has no effect with n_layers = 1"),
         ({"name": "pixel_shufle"}, "Did you mean 'pixel_shuffle'"),
     ],
 )

@@ -39,11 +39,13 @@ def counted(module, model, given):
 CONNECTORS = {
     "linear": {"name": "linear"},
     "mlp": {"name": "mlp", "n_layers": 3},
+    "mlp of a width of its own": {"name": "mlp", "hidden_dim": 40},
     "fused_mlp": {"name": "fused_mlp"},
     "average_pool": {"name": "average_pool"},
+    "average_pool of a width of its own": {"name": "average_pool", "hidden_dim": 40},
     "attention_pool": {"name": "attention_pool", "n_heads": 2},
     "attention_pool at edges": {"name": "attention_pool", "n_heads": 2, "window": 3},
-    "pixel_shuffle": {"name": "pixel_shuffle", "n_layers": 2},
+    "pixel_shuffle": {"name": "pixel_shuffle", "n_layers": 2, "hidden_dim": 40},
     "resampler": {"name": "resampler", "n_tokens": 5, "n_heads": 2, "depth": 3},
 }
 

@@ -77,13 +77,18 @@ MODELS: dict[str, Any] = {
     "llava of a tied qwen2": lambda: llava(transformers.Qwen2Config(**TEXT, tie_word_embeddings=True)),
     "llava with class tokens": lambda: llava(vision_feature_select_strategy="full", vision_feature_layer=2),
     "llava of siglip": lambda: llava(
-        vision=siglip(), vision_feature_select_strategy="full", multimodal_projector_bias=False
+        vision=siglip(),
+        vision_feature_select_strategy="full",
+        multimodal_projector_bias=False,
+        projector_hidden_act="relu",
     ),
     "llava of all of siglip": lambda: llava(
         vision=siglip(), vision_feature_select_strategy="full", vision_feature_layer=-1
     ),
     "llava_next": llava_next,
-    "llava_next of siglip": lambda: llava_next(vision=siglip(), vision_feature_select_strategy="full"),
+    "llava_next of siglip": lambda: llava_next(
+        vision=siglip(), vision_feature_select_strategy="full", projector_hidden_act="silu"
+    ),
     "idefics3": lambda: transformers.Idefics3Config(
         text_config=transformers.LlamaConfig(**TEXT), vision_config=VISION, image_token_id=IMAGE, scale_factor=2
     ),
@@ -352,7 +357,7 @@ def changed(folder, keys):
         ),
         ("llava", {"text_config": {"model_type": "qwen"}}, "text_config.model_type = 'qwen' is not supported; llama, "),
         ("llava", {"vision_feature_layer": [1, 2]}, "vision_feature_layer = [1, 2] is not supported"),
-        ("llava", {"projector_hidden_act": "relu"}, "projector_hidden_act = 'relu' is not supported; only 'gelu' is"),
+        ("llava", {"projector_hidden_act": "mish"}, "projector_hidden_act = 'mish' is not supported; gelu, gelu_py"),
         ("llava", {"vision_config": {"attention_dropout": 0.1}}, "vision_config.attention_dropout = 0.1 is not"),
         (
             "llava",
@@ -413,6 +418,28 @@ def test_a_model_that_has_no_form_there_is_refused_with_the_reason(keys, reasons
 
     for reason in reasons:
         assert reason in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("keys", "written"),
+    [
+        ({}, {"projector_hidden_act": "gelu"}),
+        ({"activation": "gelu_tanh", "hidden_dim": 32}, {"projector_hidden_act": "gelu_pytorch_tanh"}),
+        ({"hidden_dim": 40}, "has a connector of the decoder's width 32; connector.hidden_dim is 40"),
+    ],
+)
+def test_the_projection_of_llava_is_written_or_refused(keys, written, build):
+    layout = layout_of_architecture("LlavaForConditionalGeneration", discover())
+    table = layout.model_table(llava().to_dict())
+    config = build.resolve("model", {**table, "connector": {"name": "mlp", **keys}}).config
+
+    if isinstance(written, dict):
+        found = layout.config_json(config, 64)
+        assert {key: found[key] for key in written} == written
+        assert layout.model_table(found)["connector"].get("activation", "gelu") == keys.get("activation", "gelu")
+        return
+    with pytest.raises(ConfigError, match=re.escape(written)):
+        layout.config_json(config, 64)
 
 
 @pytest.mark.parametrize(

@@ -31,11 +31,11 @@ class MLPConnector(_EachFeature):
     """The connector ``mlp``."""
 
     def __init__(self, config: MLPConnectorConfig, *, in_dim: int, out_dim: int) -> None:
-        super().__init__(in_dim, *[out_dim] * config.n_layers, bias=config.bias)
+        super().__init__(*config.widths(in_dim, out_dim), bias=config.bias, activation=config.activation)
 
 
 class FusedMLP(_EachFeature):
     """The connector ``fused_mlp``."""
 
     def __init__(self, config: FusedMLPConfig, *, in_dim: int, out_dim: int) -> None:
-        super().__init__(in_dim, 4 * in_dim, out_dim, out_dim)
+        super().__init__(in_dim, 4 * in_dim, out_dim, out_dim, activation=config.activation)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import attrs
 from attrs.validators import ge
 
+from forge_plugins_vlm.connectors.projection_config import Activation, ProjectionConfig
 from forge_plugins_vlm.contracts.connector import ConnectorConfig, matrix_flops
 from forge_plugins_vlm.contracts.vision_encoder import Grid
 
@@ -28,9 +29,8 @@ class LinearConfig(EachFeatureConfig):
 
 
 @attrs.frozen(kw_only=True)
-class MLPConnectorConfig(EachFeatureConfig):
-    """Layers of the decoder's width with GELU between them; a token for each feature (LLaVA-1.5, Liu et al. 2023, arXiv
-    2310.03744)."""
+class MLPConnectorConfig(ProjectionConfig, EachFeatureConfig):
+    """Several matrices; a token for each feature (LLaVA-1.5, Liu et al. 2023, arXiv 2310.03744)."""
 
     n_layers: int = attrs.field(default=2, validator=ge(2))
     """Matrices; LLaVA calls 2 of them ``mlp2x_gelu``."""
@@ -39,13 +39,16 @@ class MLPConnectorConfig(EachFeatureConfig):
 
     def flops(self, features: Grid, in_dim: int, out_dim: int) -> float:
         """Same as ``ConnectorConfig.flops``."""
-        return self.num_tokens(features) * matrix_flops(in_dim, *[out_dim] * self.n_layers)
+        return self.num_tokens(features) * matrix_flops(*self.widths(in_dim, out_dim))
 
 
 @attrs.frozen(kw_only=True)
 class FusedMLPConfig(EachFeatureConfig):
-    """Three matrices with GELU between them, by way of four times the encoder's width; a token for each feature. Made
-    for features of several encoders at once (Prismatic, Karamcheti et al. 2024, arXiv 2402.07865)."""
+    """Three matrices, by way of four times the encoder's width; a token for each feature. Made for features of several
+    encoders at once (Prismatic, Karamcheti et al. 2024, arXiv 2402.07865)."""
+
+    activation: Activation = "gelu"
+    """What stands between them; ``gelu`` is exact, ``gelu_tanh`` its approximation."""
 
     def flops(self, features: Grid, in_dim: int, out_dim: int) -> float:
         """Same as ``ConnectorConfig.flops``."""

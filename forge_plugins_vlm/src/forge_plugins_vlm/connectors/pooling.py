@@ -23,7 +23,7 @@ class AveragePool(nn.Module):
     def __init__(self, config: AveragePoolConfig, *, in_dim: int, out_dim: int) -> None:
         super().__init__()
         self.window = config.window
-        self.projection = Projection(in_dim, *[out_dim] * config.n_layers)
+        self.projection = Projection(*config.widths(in_dim, out_dim), activation=config.activation)
 
     def forward(self, features: torch.Tensor, grid: Grid) -> torch.Tensor:
         """Same as ``Connector.forward``."""
@@ -47,7 +47,7 @@ class AttentionPool(nn.Module):
         super().__init__()
         self.window = config.window
         self.attention = MediaAttention(in_dim, config.n_heads)
-        self.projection = Projection(in_dim, *[out_dim] * config.n_layers)
+        self.projection = Projection(*config.widths(in_dim, out_dim), activation=config.activation)
 
     def forward(self, features: torch.Tensor, grid: Grid) -> torch.Tensor:
         """Same as ``Connector.forward``."""
@@ -82,7 +82,8 @@ class PixelShuffle(nn.Module):
     def __init__(self, config: PixelShuffleConfig, *, in_dim: int, out_dim: int) -> None:
         super().__init__()
         self.config = config
-        self.projection = Projection(in_dim * config.scale**2, *[out_dim] * config.n_layers, bias=config.bias)
+        widths = config.widths(in_dim * config.scale**2, out_dim)
+        self.projection = Projection(*widths, bias=config.bias, activation=config.activation)
 
     def forward(self, features: torch.Tensor, grid: Grid) -> torch.Tensor:
         """Same as ``Connector.forward``."""

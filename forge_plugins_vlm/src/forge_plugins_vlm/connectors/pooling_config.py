@@ -9,7 +9,8 @@ import attrs
 from attrs.validators import ge, gt
 
 from forge_plugins_vlm.connectors.head_count import uneven_heads
-from forge_plugins_vlm.contracts.connector import ConnectorConfig, matrix_flops
+from forge_plugins_vlm.connectors.projection_config import ProjectionConfig
+from forge_plugins_vlm.contracts.connector import matrix_flops
 from forge_plugins_vlm.contracts.vision_encoder import Grid
 
 if TYPE_CHECKING:
@@ -17,13 +18,11 @@ if TYPE_CHECKING:
 
 
 @attrs.frozen(kw_only=True)
-class PoolConfig(ConnectorConfig):
+class PoolConfig(ProjectionConfig):
     """A token for each window of features; windows at the right and at the bottom may have fewer."""
 
     window: int = attrs.field(default=2, validator=ge(2))
     """Rows and columns of features that become a token."""
-    n_layers: int = attrs.field(default=2, validator=ge(1))
-    """Matrices of the projection to the decoder's width, with GELU between them."""
 
     def grid(self, features: Grid) -> Grid:
         """Same as ``ConnectorConfig.grid``."""
@@ -32,7 +31,7 @@ class PoolConfig(ConnectorConfig):
 
     def flops(self, features: Grid, in_dim: int, out_dim: int) -> float:
         """Same as ``ConnectorConfig.flops``: of the projection."""
-        return self.num_tokens(features) * matrix_flops(in_dim, *[out_dim] * self.n_layers)
+        return self.num_tokens(features) * matrix_flops(*self.widths(in_dim, out_dim))
 
 
 @attrs.frozen(kw_only=True)
@@ -59,14 +58,14 @@ class AttentionPoolConfig(PoolConfig):
 
 
 @attrs.frozen(kw_only=True)
-class PixelShuffleConfig(ConnectorConfig):
+class PixelShuffleConfig(ProjectionConfig):
     """The features of a square side by side, projected; nothing is lost (Idefics3, Laurençon et al. 2024, arXiv
     2408.12637; nanoVLM)."""
 
     scale: int = attrs.field(default=2, validator=ge(2))
     """Rows and columns of features that become a token; both sides of the grid are multiples of it."""
     n_layers: int = attrs.field(default=1, validator=ge(1))
-    """Matrices of the projection to the decoder's width, with GELU between them."""
+    """Matrices of the projection to the decoder's width."""
     bias: bool = True
     """Add a bias behind each matrix; Idefics3 does not."""
 
@@ -82,4 +81,4 @@ class PixelShuffleConfig(ConnectorConfig):
 
     def flops(self, features: Grid, in_dim: int, out_dim: int) -> float:
         """Same as ``ConnectorConfig.flops``."""
-        return self.num_tokens(features) * matrix_flops(in_dim * self.scale**2, *[out_dim] * self.n_layers)
+        return self.num_tokens(features) * matrix_flops(*self.widths(in_dim * self.scale**2, out_dim))

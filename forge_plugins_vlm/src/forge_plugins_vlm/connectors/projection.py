@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Mapping
 from itertools import pairwise
 
 import torch
@@ -9,25 +11,35 @@ import torch.nn.functional as F
 from torch import nn
 
 from forge_core.contracts.model import Initializer, ParameterRole
+from forge_plugins_vlm.connectors.projection_config import Activation
 from forge_plugins_vlm.initial_values import init_layer
+
+ACTIVATIONS: Mapping[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
+    "gelu": F.gelu,
+    "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
+    "silu": F.silu,
+}
 
 
 class Projection(nn.Module):
-    """Linear layers with exact GELU between them.
+    """Linear layers with an activation between them.
 
     Args:
         widths: of the input, of each hidden layer and of the output.
         bias: of each layer.
+        activation: its name.
     """
 
-    def __init__(self, *widths: int, bias: bool = True) -> None:
+    def __init__(self, *widths: int, bias: bool = True, activation: Activation = "gelu") -> None:
         super().__init__()
+        self.activation = activation
         self.layers = nn.ModuleList(nn.Linear(before, after, bias=bias) for before, after in pairwise(widths))
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """``(…, in)`` to ``(…, out)``."""
         for number, layer in enumerate(self.layers):
-            hidden = layer(F.gelu(hidden) if number else hidden)
+            hidden = layer(ACTIVATIONS[self.activation](hidden) if number else hidden)
         return hidden
 
     def init_weights(self, rng: Initializer, prefix: str) -> None:

@@ -6,14 +6,13 @@ Shapes: N = tiles, T = features of a tile, M = tokens of a tile, D = width of th
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from forge_core.contracts.model import Initializer, ParameterRole
 from forge_plugins_dense.initial_values import normal
 from forge_plugins_dense.norm import init_norm
 from forge_plugins_vlm.connectors.attention import MediaAttention
-from forge_plugins_vlm.connectors.projection import Projection, role_of
+from forge_plugins_vlm.connectors.projection import ACTIVATIONS, Projection, role_of
 from forge_plugins_vlm.connectors.resampler_config import ResamplerConfig
 from forge_plugins_vlm.contracts.vision_encoder import Grid
 from forge_plugins_vlm.initial_values import init_layer
@@ -56,7 +55,7 @@ class ResamplerLayer(nn.Module):
     def __init__(self, config: ResamplerConfig, dim: int) -> None:
         super().__init__()
         self.query_norm, self.media_norm, self.mlp_norm = (nn.LayerNorm(dim) for _ in range(3))
-        self.attention = MediaAttention(dim, config.n_heads)
+        self.attention, self.activation = MediaAttention(dim, config.n_heads), config.activation
         self.up, self.down = nn.Linear(dim, config.mlp_ratio * dim), nn.Linear(config.mlp_ratio * dim, dim)
 
     def forward(self, hidden: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
@@ -64,7 +63,7 @@ class ResamplerLayer(nn.Module):
         queries = self.query_norm(hidden)
         media = torch.cat((self.media_norm(features), queries), dim=1)
         hidden = hidden + self.attention(queries, media)
-        added: torch.Tensor = hidden + self.down(F.gelu(self.up(self.mlp_norm(hidden))))
+        added: torch.Tensor = hidden + self.down(ACTIVATIONS[self.activation](self.up(self.mlp_norm(hidden))))
         return added
 
     def init_weights(self, rng: Initializer, prefix: str) -> None:

@@ -9,6 +9,7 @@ import attrs
 from attrs.validators import ge, gt
 
 from forge_plugins_vlm.connectors.head_count import uneven_heads
+from forge_plugins_vlm.connectors.projection_config import Activation
 from forge_plugins_vlm.contracts.connector import ConnectorConfig, matrix_flops
 from forge_plugins_vlm.contracts.vision_encoder import Grid
 
@@ -29,6 +30,8 @@ class ResamplerConfig(ConnectorConfig):
     """Heads of attention; they divide the width of the encoder's features."""
     mlp_ratio: int = attrs.field(default=4, validator=gt(0))
     """Width of the hidden layer of an MLP, in units of that width."""
+    activation: Activation = "gelu"
+    """That of the hidden layer; ``gelu`` is exact, ``gelu_tanh`` its approximation."""
 
     def check(self, job: Job) -> Iterator[tuple[str, str]]:
         """What is wrong with this connector in this job."""

@@ -20,6 +20,8 @@ from forge_plugins_vlm.layouts.layout import Table, VisionLanguageLayout, consta
 from forge_plugins_vlm.layouts.tower import checked_encoder, tower_from_hf, tower_names, tower_to_hf
 
 _TOWER, _PROJECTOR = "vision_tower.vision_model", "multi_modal_projector"
+_ACTIVATIONS = {"gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "silu": "silu", "relu": "relu"}
+"""Theirs, and ours."""
 
 
 class LlavaLayout(VisionLanguageLayout):
@@ -44,15 +46,16 @@ class LlavaLayout(VisionLanguageLayout):
 
     def read(self, hf: Mapping[str, Any], vision: Mapping[str, Any]) -> Table:
         hf.get("image_seq_length")  # follows from the encoder
-        name = self.architectures[0]
-        if hf.get("projector_hidden_act", "gelu") != "gelu":
+        if (activation := hf.get("projector_hidden_act", "gelu")) not in _ACTIVATIONS:
             raise ConfigError(
-                f"{name} with projector_hidden_act = {hf['projector_hidden_act']!r} is not supported; only 'gelu' is"
+                f"{self.architectures[0]} with projector_hidden_act = {activation!r} is not supported; "
+                f"{', '.join(_ACTIVATIONS)} are"
             )
-        bias = {} if hf.get("multimodal_projector_bias", True) else {"bias": False}
+        keys: Table = {} if activation == "gelu" else {"activation": _ACTIVATIONS[activation]}
+        keys |= {} if hf.get("multimodal_projector_bias", True) else {"bias": False}
         return {
             "encoder": self._encoder(hf, vision),
-            "connector": {"name": "mlp", "n_layers": 2, **bias},
+            "connector": {"name": "mlp", "n_layers": 2, **keys},
             "fusion": {"name": "joint_decoder"},
             **({"newline": True} if self.has_newline else {}),
         }
@@ -63,6 +66,11 @@ class LlavaLayout(VisionLanguageLayout):
             raise ConfigError(f"{name} has the fusion joint_decoder without any of its keys")
         if not isinstance(connector, MLPConnectorConfig) or connector.n_layers != 2:
             raise ConfigError(f"{name} has a connector mlp of two matrices")
+        if connector.hidden_dim not in (None, config.dim):
+            raise ConfigError(
+                f"{name} has a connector of the decoder's width {config.dim}; connector.hidden_dim is "
+                f"{connector.hidden_dim}"
+            )
         if config.newline != self.has_newline:
             raise ConfigError(
                 f"{name} has {'a' if self.has_newline else 'no'} learned token that ends rows of an image"
@@ -74,7 +82,7 @@ class LlavaLayout(VisionLanguageLayout):
             "vision_config": vision if is_clip else {**vision, "vision_use_head": False},
             "vision_feature_layer": -1,  # layers behind it are not there
             "vision_feature_select_strategy": "default" if getattr(encoder, "cls", "keep") == "drop" else "full",
-            "projector_hidden_act": "gelu",
+            "projector_hidden_act": next(hf for hf, ours in _ACTIVATIONS.items() if ours == connector.activation),
             "multimodal_projector_bias": connector.bias,
             "image_seq_length": connector.num_tokens(encoder.grid(*encoder.tile_size)),
         }
