@@ -158,6 +158,21 @@ def refused():
         ("cross_attention", ["model.fusion.layers=[3]"], "3 is none of the layers 0 to 2 of model.n_layers = 3"),
         ("cross_attention", ["model.fusion.layers=[1, 1]"], "must be different numbers from 0"),
         (
+            "cross_attention",
+            ["model.fusion.n_heads=6"],
+            "model.fusion.n_heads: 6 heads cannot share out model.dim = 64 evenly; 4 can",
+        ),
+        (
+            "cross_attention",
+            ["model.fusion.n_heads=8", "model.fusion.n_kv_heads=3"],
+            "model.fusion.n_kv_heads: 3 key-value heads cannot be shared out evenly to 8 heads; 2 can",
+        ),
+        (
+            "cross_attention",
+            ["model.fusion.n_heads=2"],
+            "model.fusion.n_kv_heads: 4 key-value heads cannot be shared out evenly to 2 heads; 2 can",
+        ),
+        (
             "mixture_of_transformers",
             ["model.mixer={name='latent', kv_rank=8, plain_dim=8, rotary_dim=8, value_dim=8}"],
             "each modality has projections of its own",
@@ -187,6 +202,12 @@ def test_a_layout_that_a_fusion_does_not_support_is_refused_with_the_reason(refu
     assert "parallel.cp = 2: a rank makes its own mask of the positions that it has, which is causal" in said
 
     assert "an expert cannot compare the tokens of a sequence" in refused("moma", "parallel.cp=2", ranks=2)
+
+
+@pytest.mark.parametrize("key", ["n_heads", "n_kv_heads"])
+def test_heads_that_look_at_images_are_shared_out_by_ranks(refused, key):
+    said = refused("cross_attention", "model.fusion.n_kv_heads=1", f"model.fusion.{key}=1", "parallel.tp=2", ranks=2)
+    assert f"model.fusion.{key}: 1 heads cannot be shared out evenly to parallel.tp = 2 ranks" in said
 
 
 def test_experts_that_choose_do_not_generate_without_a_predictor(make_model):

@@ -34,6 +34,10 @@ class TestCrossAttentionInPlace(TestCrossAttention):
     config = {"layers": [1], "place": "replace", "attend": "all_previous"}
 
 
+class TestCrossAttentionOfOtherHeads(TestCrossAttention):
+    config = {"layers": [1], "n_heads": 4, "n_kv_heads": 1}
+
+
 class TestMixtureOfTransformers(FusionConformance):
     component = "mixture_of_transformers"
 

@@ -71,10 +71,18 @@ def test_flops_are_those_that_torch_counts_of_the_tiles_of_a_batch(make_model, n
     assert flops_of_images(model, given) == pytest.approx(expected, rel=1e-6)
 
 
-@pytest.mark.parametrize("place", ["insert", "replace"])
+@pytest.mark.parametrize(
+    ("place", "heads"),
+    [
+        ("insert", {}),
+        ("insert", {"n_heads": 8, "n_kv_heads": 4}),
+        ("replace", {}),
+        ("replace", {"n_kv_heads": 2}),
+    ],
+)
 @pytest.mark.parametrize("name", BATCHES)
-def test_layers_that_look_at_images_count_keys_values_and_attention(make_model, name, place):
-    fusion = {"name": "cross_attention", "layers": [0, 1], "place": place}
+def test_layers_that_look_at_images_count_keys_values_and_attention(make_model, name, place, heads):
+    fusion = {"name": "cross_attention", "layers": [0, 1], "place": place, **heads}
     keys = {"encoder": {**ENCODER, "any_size": True}, "freeze_encoder": True, "n_kv_heads": 1, "newline": True}
     model, given = make_model(fusion=fusion, **keys), batch(BATCHES[name])
     model.set_frozen({name for name, _ in model.named_parameters() if name.startswith("vision.")})

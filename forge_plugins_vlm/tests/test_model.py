@@ -7,6 +7,7 @@ import torch
 from small_vlm import FUSIONS, SMALL, entries, images
 
 from forge_core.errors import PluginError
+from forge_plugins_dense.attention import BlockInputs
 from forge_plugins_dense.attention_sites import pattern
 from forge_plugins_vlm.fusions import cross_attention
 from forge_plugins_vlm.visibility import visible_tokens
@@ -200,6 +201,35 @@ def test_text_sees_the_latest_images_or_all_before_it(make_model, attend, change
 
     assert torch.equal(before, of_first) != changes
     assert not torch.equal(of_first, model(**given)[:, -1])  # consecutive images share the text after them
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("heads", [(8, 2), (4, 1), (2, 2)])
+def test_heads_that_look_at_images_are_those_of_llama_in_any_number(make_model, heads):
+    pytest.importorskip("transformers")
+    from transformers.models.mllama.configuration_mllama import MllamaTextConfig
+    from transformers.models.mllama.modeling_mllama import MllamaTextCrossAttention
+
+    n_heads, n_kv_heads = heads
+    fusion = {"name": "cross_attention", "layers": [1], "n_heads": n_heads, "n_kv_heads": n_kv_heads}
+    fusion |= {"norm_images": False}
+    ours = make_model(fusion=fusion).blocks["1"].looking.attention
+    sizes = {"num_attention_heads": n_heads, "num_key_value_heads": n_kv_heads, "num_hidden_layers": 1}
+    config = MllamaTextConfig(hidden_size=16, cross_attention_layers=[0], **sizes)
+    config._attn_implementation = "eager"
+    theirs = MllamaTextCrossAttention(config, layer_idx=0)
+    for name in ("q", "k", "v", "o"):
+        getattr(theirs, f"{name}_proj").load_state_dict(getattr(ours, name).state_dict())
+    for name in ("q_norm", "k_norm"):
+        getattr(ours, name).weight.normal_()
+        getattr(theirs, name).load_state_dict(getattr(ours, name).state_dict())
+    text, tiles = torch.randn(1, 3, 16), torch.randn(1, 4, 16)
+    range_of_all = torch.tensor([[[0, 0, 1]]]).expand(1, 3, 3)
+    facts = {"image_range": range_of_all, "image_tile": torch.zeros(4, dtype=torch.int64), "image_tokens": tiles}
+
+    nothing = torch.empty(0)
+
+    torch.testing.assert_close(ours(text, BlockInputs(nothing, nothing, facts=facts)), theirs(text, tiles)[0])
 
 
 @torch.no_grad()

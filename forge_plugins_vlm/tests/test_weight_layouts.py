@@ -451,6 +451,7 @@ def test_the_projection_of_llava_is_written_or_refused(keys, written, build):
         ({"encoder": {"name": "conv_vit"}}, "has an encoder mllama and a connector linear"),
         ({"fusion": {"gate_scale": 10.0}}, "has gates tanh(g); fusion.gate_scale is 10"),
         ({"fusion": {"gated": False}}, "has gates tanh(g); fusion.gated is false"),
+        ({"fusion": {"n_kv_heads": 1}}, "looks at images with as many heads as at text; remove those of fusion"),
     ],
 )
 def test_what_llama_with_images_has_not_is_named(keys, reason, tmp_path, build):

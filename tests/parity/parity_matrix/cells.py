@@ -216,7 +216,7 @@ TRAININGS: Mapping[str, Sequence[str]] = {
     ],
     "crossed": [
         *_LOOKING,
-        'model.fusion={name="cross_attention", layers=[0, 2, 3]}',
+        'model.fusion={name="cross_attention", layers=[0, 2, 3], n_heads=4, n_kv_heads=2}',
         "data.one_token_an_image=true",
     ],
     "crossed packed": [

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import attrs
-from attrs.validators import gt
+from attrs.validators import gt, optional
 
 from forge_core.api import ComponentRef, Slot
 from forge_plugins_vlm.contracts.fusion import FusionConfig
@@ -83,6 +83,12 @@ class CrossAttentionConfig(FusionConfig):
     """Which images text sees: the latest before it, with those right before that one, or all of its document."""
     norm_images: bool = True
     """Norm image tokens before keys and values are made of them. Llama 3.2 does not."""
+    n_heads: int | None = attrs.field(default=None, validator=optional(gt(0)))
+    """Query heads of attention to images, of ``model.dim / n_heads`` features each; by default those of the decoder,
+    also in their size."""
+    n_kv_heads: int | None = attrs.field(default=None, validator=optional(gt(0)))
+    """Its key and value heads, each shared by ``n_heads / n_kv_heads`` query heads; by default as many as the decoder
+    has."""
 
     gated: bool = True
     """Have learned gates, closed at first. Without them, output projections are 0 at first: the model begins as the
@@ -96,12 +102,17 @@ class CrossAttentionConfig(FusionConfig):
             return self.layers
         return tuple(range(3, n_layers, 4)) or (n_layers - 1,)
 
+    def heads_of(self, model: VisionLanguageConfig) -> tuple[int, int, int]:
+        """Query heads of attention to images, its key and value heads, and features a head."""
+        size = model.head_size if self.n_heads is None else model.dim // self.n_heads
+        return self.n_heads or model.n_heads, self.n_kv_heads or model.kv_heads, size
+
     def flops_of_images(self, layer: int, model: VisionLanguageConfig, image_tokens: int, positions: int) -> float:
         """Same as ``FusionConfig.flops_of_images``: keys and values of image tokens, and attention to them."""
         if layer not in self.layers_of(model.n_layers):
             return 0.0
-        projections = 2 * 2.0 * model.dim * model.kv_heads * model.head_size
-        return image_tokens * (projections + 4.0 * positions * model.n_heads * model.head_size)
+        n_heads, kv_heads, size = self.heads_of(model)
+        return image_tokens * (2 * 2.0 * model.dim * kv_heads * size + 4.0 * positions * n_heads * size)
 
     def check(self, job: Job) -> Iterator[tuple[str, str]]:
         """What is wrong with this fusion in this job."""
@@ -112,6 +123,23 @@ class CrossAttentionConfig(FusionConfig):
             yield "layers", f"{beyond[0]} is none of the layers 0 to {n_layers - 1} of model.n_layers = {n_layers}"
         if self.gate_scale != 1 and not self.gated:
             yield "gate_scale", "has no effect without gates; remove it, or set gated = true"
+        yield from self._check_heads(job.model.config, job.parallel.tp)
+
+    def _check_heads(self, model: VisionLanguageConfig, tp: int) -> Iterator[tuple[str, str]]:
+        n_heads, kv_heads, _ = self.heads_of(model)
+        if self.n_heads is not None and model.dim % n_heads:
+            sentence = f"{n_heads} heads cannot share out model.dim = {model.dim} evenly"
+            yield "n_heads", f"{sentence}; {_nearest_divisor(model.dim, n_heads)} can"
+        elif n_heads % kv_heads:
+            sentence = f"{kv_heads} key-value heads cannot be shared out evenly to {n_heads} heads"
+            yield "n_kv_heads", f"{sentence}; {_nearest_divisor(n_heads, kv_heads)} can"
+        for key, own, number in (("n_heads", self.n_heads, n_heads), ("n_kv_heads", self.n_kv_heads, kv_heads)):
+            if own is not None and number % tp:  # the decoder's own are checked there
+                yield key, f"{number} heads cannot be shared out evenly to parallel.tp = {tp} ranks"
+
+
+def _nearest_divisor(number: int, most: int) -> int:
+    return max(one for one in range(1, most) if number % one == 0)
 
 
 @attrs.frozen(kw_only=True)

@@ -190,12 +190,13 @@ class ImageAttention(nn.Module):
 
     def __init__(self, config: CrossAttentionConfig, model: VisionLanguageConfig, build: Builder) -> None:
         super().__init__()
-        self.head_dim, self.latest = model.head_size, config.attend == "latest"
+        n_heads, kv_heads, self.head_dim = config.heads_of(model)
+        self.latest = config.attend == "latest"
         self.image_norm = make_norm(model.norm, model.dim, model.norm_eps, build) if config.norm_images else None
-        self.q = nn.Linear(model.dim, model.n_heads * self.head_dim, bias=False)
-        self.k = nn.Linear(model.dim, model.kv_heads * self.head_dim, bias=False)
-        self.v = nn.Linear(model.dim, model.kv_heads * self.head_dim, bias=False)
-        self.o = nn.Linear(model.n_heads * self.head_dim, model.dim, bias=False)
+        self.q = nn.Linear(model.dim, n_heads * self.head_dim, bias=False)
+        self.k = nn.Linear(model.dim, kv_heads * self.head_dim, bias=False)
+        self.v = nn.Linear(model.dim, kv_heads * self.head_dim, bias=False)
+        self.o = nn.Linear(n_heads * self.head_dim, model.dim, bias=False)
         self.q_norm, self.k_norm = (make_norm("rmsnorm", self.head_dim, model.norm_eps) for _ in range(2))
         self.core = AttentionCore(model.attention if model.attention in ("auto", "math") else "auto")
 

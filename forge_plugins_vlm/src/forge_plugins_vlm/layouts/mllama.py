@@ -110,6 +110,8 @@ class MllamaLayout(VisionLanguageLayout):
         if fusion.gate_scale != 1 or not fusion.gated:
             given = f"gate_scale is {fusion.gate_scale:g}" if fusion.gated else "gated is false"
             raise ConfigError(f"{name} has gates tanh(g); fusion.{given}")
+        if fusion.heads_of(config)[:2] != (config.n_heads, config.kv_heads):
+            raise ConfigError(f"{name} looks at images with as many heads as at text; remove those of fusion")
         if fusion.norm_images:
             raise ConfigError(f"{name} has no norm of image tokens; fusion.norm_images is true")
         if not isinstance(encoder, MllamaConfig) or not isinstance(config.connector.config, LinearConfig):
