@@ -185,6 +185,30 @@ def test_the_same_samples_are_the_same_batches_in_every_format(write, packing, t
     assert same(found.read(np.arange(len(found))), expected.read(np.arange(len(found))))
 
 
+@pytest.mark.parametrize("write", FORMATS, ids=lambda one: one.__name__)
+def test_the_first_rows_are_read_of_every_format_and_no_more(write, tmp_path, samples, open_source):
+    expected = open_source(**messages(tmp_path, samples[:18]))
+
+    found = open_source(**write(tmp_path, samples), max_rows=18)  # of tars, some of the second
+
+    assert found.counts["conversations"] == 18
+    assert same(found.read(np.arange(len(found))), expected.read(np.arange(len(expected))))
+
+
+def test_files_behind_the_last_row_are_not_opened_and_what_is_held_out_is_of_the_rows(tmp_path, samples, open_source):
+    for name, part in (("a", samples[:16]), ("b", samples[16:])):
+        as_jsonl(tmp_path / f"rows/{name}.jsonl", [message_record(*one) for one in part])
+    (tmp_path / "rows/c.jsonl").write_text("no JSON", encoding="utf-8")
+    keys = {"path": str(tmp_path / "rows"), "images": str(tmp_path), "validation": 0.3}
+    with pytest.raises(ConfigError, match=r"c\.jsonl"):
+        open_source(**keys)
+
+    sizes = [open_source(**keys, max_rows=20, split=split).counts["conversations"] for split in ("train", "validation")]
+
+    assert sum(sizes) == 20
+    assert min(sizes) > 0
+
+
 def test_interleaved_documents_are_the_same_in_json_and_parquet(tmp_path, picture, open_source):
     a, b = picture("a.png", 0), picture("b.png", 1)
     lines = as_jsonl(tmp_path / "a.jsonl", [{"images": [None, a, None, b], "texts": ["a", None, "red", None]}])

@@ -175,6 +175,7 @@ def test_a_run_may_go_on_without_images_that_cannot_be_read(open_streams, corpus
         ({"path": "a.json", "dataset": None}, r"name dataset in its place, or use the source image_text"),
         ({"validation": 0.1}, "hold nothing out, and validation = 0.1 is there"),
         ({"split": "validation"}, "holds nothing out and has no end"),
+        ({"max_rows": 5}, "streams: have no last row, and max_rows = 5 is there; remove it, or use image_text"),
         ({"caption_field": "words"}, 'is about format = "captions"'),
         ({"max_images": 0}, "max_images"),
         ({"streams": 30}, "has nothing to learn in stream 29 of 30"),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import csv
 import json
+import shutil
 from types import SimpleNamespace
 
 import numpy as np
@@ -157,6 +159,65 @@ def test_a_frame_is_read_alone_and_out_of_order(write):
         assert np.array_equal(np.asarray(frame.open()), image)
     turned = [np.asarray(one) for one in open_images([*frames[::-1], frames[0]])]
     assert all(np.array_equal(*pair) for pair in zip(turned, [*together[::-1], together[0]], strict=True))
+
+
+@pytest.fixture
+def webvid(write, tmp_path):
+    """Writes partitions and videos as WebVid has them, and returns the keys that read those of a split."""
+    video = write("a.mp4", "mpeg4", 8, 0)
+    captions = {"1066674784": "a red circle", "1066674": "a blue circle , top", "27": "a green square"}
+    for split, nested in (("train", True), ("val", False)):
+        partitions = tmp_path / f"raw/webvid-10M/data/{split}/partitions"
+        partitions.mkdir(parents=True)
+        for number, (key, caption) in enumerate(captions.items()):
+            lines = [["videoid", "contentUrl", "duration", "page_dir", "name"], [key, "https://", "PT5S", "1", caption]]
+            with (partitions / f"000{number}.csv").open("w", newline="", encoding="utf-8") as handle:
+                csv.writer(handle).writerows(lines)
+            folder = tmp_path / f"raw/videos/{split}" / (f"{key[:2]}/{key[:4]}/{key[:6]}" if nested else "")
+            folder.mkdir(parents=True, exist_ok=True)
+            shutil.copy(video, folder / f"{key}.mp4")
+
+    def keys(split):
+        partitions = str(tmp_path / f"raw/webvid-10M/data/{split}/partitions")
+        videos = str(tmp_path / f"raw/videos/{split}")
+        return {"path": partitions, "images": videos, "format": "webvid", "max_frames": 2, "seq_len": 12}
+
+    return keys
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_videos_of_webvid_are_found_in_folders_by_id_or_beside_each_other(webvid, write, tmp_path, open_source, split):
+    video = write("a.mp4", "mpeg4", 8, 0)
+    captions = ["a red circle", "a blue circle , top", "a green square"]
+    records = [{"video": str(video), "caption": caption} for caption in captions]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records), encoding="utf-8")
+    keys = {"format": "captions", "video_field": "video", "max_frames": 2, "seq_len": 12}
+    expected = open_source(path=str(tmp_path / "a.jsonl"), **keys).read(np.arange(3))
+
+    found = open_source(**webvid(split)).read(np.arange(3))
+
+    assert all(np.array_equal(found[name], expected[name]) for name in expected)
+    assert len(open_source(**webvid(split), max_rows=2)) == 2
+
+
+def test_videos_of_webvid_that_are_not_there_are_refused_by_place_or_counted(webvid, tmp_path, open_source):
+    (tmp_path / "raw/videos/train/10/1066/106667/1066674784.mp4").unlink()
+
+    with pytest.raises(
+        ConfigError, match=r"row 1 of .*0000.csv: the video .*106667/1066674784.mp4 cannot be read: No such"
+    ):
+        open_source(**webvid("train"))
+    source = open_source(**webvid("train"), on_error="skip")
+
+    assert source.counts == {"conversations": 3, "cut": 0, "skipped": 0, "unreadable": 1}
+    assert len(source) == 2
+
+
+def test_a_row_of_webvid_without_its_columns_is_refused(webvid, tmp_path, open_source):
+    (tmp_path / "raw/webvid-10M/data/train/partitions/0000.csv").write_text("videoid,caption\n1,a\n", encoding="utf-8")
+
+    with pytest.raises(ConfigError, match=r"row 1 of .*0000.csv has no 'name'; its keys are videoid, caption"):
+        open_source(**webvid("train"))
 
 
 def test_a_damaged_file_names_the_frame_that_cannot_be_read(write, tmp_path):

@@ -22,6 +22,7 @@ ANSWERS = {
     "captions": ["a red circle"],
     "turns": ["The first."],
     "interleaved": ["Here is", "a circle."],
+    "webvid": ["A circle rolls."],
 }
 
 
@@ -40,4 +41,4 @@ def test_the_line_is_read(name, line):
         part for one in sample.messages if one.role == ASSISTANT for part in one.content if isinstance(part, str)
     ]
     assert answers == ANSWERS[name]
-    assert sample.references[0].where == "a.png"
+    assert sample.references[0].where == {"webvid": "10/1066/106667/1066674784.mp4"}.get(name, "a.png")

@@ -18,7 +18,7 @@ from forge_plugins_vlm.contracts.entries import ENTRIES
 from forge_plugins_vlm.contracts.image_processor import ImageProcessorConfig
 from forge_plugins_vlm.contracts.vision_encoder import Grid
 
-Format = Literal["captions", "interleaved", "llava", "messages", "turns"]
+Format = Literal["captions", "interleaved", "llava", "messages", "turns", "webvid"]
 OnError = Literal["refuse", "skip"]
 
 PLAIN = "{prompt} {answer}"
@@ -102,7 +102,10 @@ class ImageTextConfig(AnswersConfig):
     format: Format = "messages"
     """What a line, a row or a member has: ``captions`` an image and a text; ``llava`` conversations of LLaVA;
     ``messages`` roles with texts, images and videos; ``turns`` arrays of images and of questions with answers (The
-    Cauldron, FineVision); ``interleaved`` arrays of images and of texts, either of them null (OBELICS)."""
+    Cauldron, FineVision); ``interleaved`` arrays of images and of texts, either of them null (OBELICS); ``webvid`` a
+    ``videoid`` and, as ``name``, its caption (WebVid-10M)."""
+    max_rows: int | None = attrs.field(default=None, validator=optional(ge(1)))
+    """Read so many lines, rows or members, the first ones, and no more; by default all."""
     images: str | None = attrs.field(default=None, validator=[optional(min_len(1)), _of_files])
     """The folder that names of images and videos are relative to, by default that of the file that has them."""
     image_field: str = attrs.field(default="image", validator=[min_len(1), _of_captions])

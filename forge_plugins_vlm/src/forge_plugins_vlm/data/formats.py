@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from forge_core.errors import ConfigError
@@ -126,6 +127,13 @@ def _interleaved(row: Row, _: ImageTextConfig) -> list[Message]:
     return [Message(ASSISTANT, content)]
 
 
+def _webvid(row: Row, config: ImageTextConfig) -> list[Message]:
+    name, caption = (row.text(row.field(key), repr(key)) for key in ("videoid", "name"))
+    places = [row.video(f"{folder}{name}.mp4") for folder in (f"{name[:2]}/{name[:4]}/{name[:6]}/", "")]
+    video = next((one for one in places if isinstance(one, Path) and one.exists()), places[0])
+    return [Message("user", [*frames_of(video, row.record, row.where, config)]), Message(ASSISTANT, [caption])]
+
+
 def _pictures(row: Row, value: object) -> list[Reference]:
     return [row.picture(one) for one in _listed(value)]
 
@@ -153,4 +161,5 @@ _READERS: Mapping[Format, Callable[[Row, ImageTextConfig], list[Message]]] = {
     "llava": _llava,
     "messages": _messages,
     "turns": _turns,
+    "webvid": _webvid,
 }

@@ -6,6 +6,7 @@ import csv
 import io
 import json
 from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -118,7 +119,7 @@ def chosen_rows(config: ImageTextConfig, split: Split) -> Iterator[Row]:
         ConfigError: no such files, or data set; one that is damaged; nothing is held out.
     """
     require_held_out(config.validation, split)
-    for row in _rows(config):
+    for row in islice(_rows(config), config.max_rows):
         is_held_out = unit_hash(row.name) < config.validation
         if split == "all" or is_held_out == (split == "validation"):
             yield row

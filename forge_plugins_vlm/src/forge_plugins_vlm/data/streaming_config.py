@@ -21,6 +21,8 @@ def _of_a_data_set(config: ImageTextStreamingConfig, _: attrs.Attribute[Any], __
         )
     if config.validation:
         raise ValueError(f"hold nothing out, and validation = {config.validation} is there; remove it")
+    if config.max_rows is not None:
+        raise ValueError(f"have no last row, and max_rows = {config.max_rows} is there; remove it, or use image_text")
 
 
 @attrs.frozen(kw_only=True)
