@@ -13,6 +13,7 @@ import click
 _COMMANDS: Mapping[str, tuple[str, str]] = {
     "generate": ("forge_plugins_vlm.generate_command:generate", "Say something about images."),
     "inspect": ("forge_plugins_vlm.inspect_command:inspect", "Write the images and the text of a step as a page."),
+    "prepare-coco": ("forge_plugins_vlm.task_commands:prepare_coco", "Write captions of COCO as rows."),
     "shapes": ("forge_plugins_vlm.task_commands:shapes", "Draw the shapes task: pictures with captions."),
     "upcycle": (
         "forge_plugins_vlm.upcycle_command:upcycle",

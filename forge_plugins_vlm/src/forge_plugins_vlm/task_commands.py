@@ -1,4 +1,4 @@
-"""``forge vlm shapes`` and ``forge vlm words``: tasks that are drawn."""
+"""``forge vlm shapes`` and ``forge vlm words``: tasks that are drawn; ``forge vlm prepare-coco``: one that is there."""
 
 from __future__ import annotations
 
@@ -61,3 +61,32 @@ def words(out: Path, train: int, held_out: int, seed: int) -> None:
 
     write_words(out, train=train, held_out=held_out, seed=seed)
     click.echo(f"{out}: {train:,} samples for training, {held_out:,} held out")
+
+
+@click.command("prepare-coco")
+@click.argument("annotations", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.option(
+    "--images",
+    required=True,
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="Folder with train2014 and val2014.",
+)
+@click.option("--out", required=True, type=click.Path(path_type=Path), help="Folder to write to.")
+@click.option("--split", "splits", default=("test",), show_default=True, multiple=True, help="Split to write.")
+@click.option("--all-splits", is_flag=True, help="Write all splits instead.")
+@click.option(
+    "--samples", default=500, show_default=True, type=click.IntRange(min=0), help="Most images of a split; 0: all."
+)
+def prepare_coco(
+    annotations: Path, images: Path, out: Path, splits: tuple[str, ...], all_splits: bool, samples: int
+) -> None:
+    """Write captions of COCO as rows: ANNOTATIONS is dataset_coco.json of Karpathy.
+
+    OUT has a .jsonl for each split, of the format captions: a line for each caption, with the name of its image, all
+    captions of that as references, and its image_id. Images stay where they are: name their folder as data.images.
+    """
+    from forge_plugins_vlm.tasks.coco import write_coco
+
+    written = write_coco(annotations, images, out, splits=() if all_splits else splits, samples=samples)
+    for split, n_images in written.items():
+        click.echo(f"{out / split}.jsonl: captions of {n_images:,} images")
