@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Literal
 
 import attrs
-from attrs.validators import deep_iterable, ge, gt, instance_of, lt, min_len
+from attrs.validators import deep_iterable, ge, gt, instance_of, le, lt, min_len
 
 from forge_core.config.sections import Job
 
@@ -143,3 +143,15 @@ class ProfileConfig:
             yield "start", f"{end}, after the last one, train.steps = {job.train.steps}"
         if self.start <= self.warmup:
             yield "start", f"must be above warmup = {self.warmup}, got {self.start}"
+
+
+@attrs.frozen(kw_only=True)
+class SmoothedConfig:
+    """What ``smoothed`` smooths, and how much."""
+
+    alpha: float = attrs.field(default=0.1, validator=[gt(0), le(1)])
+    """Weight of the newest value; about ``1 / alpha`` lines count."""
+    metrics: tuple[str, ...] = attrs.field(
+        default=("loss", "tokens_per_second", "mfu", "step_seconds"), validator=min_len(1)
+    )
+    """Names of logged values, as in ``metrics.jsonl``. One that comes later in the run is smoothed from there on."""

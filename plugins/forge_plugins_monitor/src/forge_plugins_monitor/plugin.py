@@ -95,6 +95,12 @@ def forge_callbacks() -> Iterable[Component]:
         factory="forge_plugins_monitor.profile:Profile",
         config="forge_plugins_monitor.config:ProfileConfig",
     )
+    yield Component(
+        name="smoothed",
+        summary="moving averages of the loss, the speed and what else is named, in the metrics",
+        factory="forge_plugins_monitor.smoothed:Smoothed",
+        config="forge_plugins_monitor.config:SmoothedConfig",
+    )
 
 
 @hookimpl
