@@ -147,6 +147,76 @@ def test_checks_of_plugins_are_made_and_one_that_fails_is_a_finding(doctor, make
     assert "acme-checks" in found["bad"]["advice"]
 
 
+def test_a_check_that_is_required_must_find_something_and_warn_of_nothing(doctor, make_distribution, without_processes):
+    make_distribution(
+        "acme-checks",
+        files={
+            "acme_checks/plugin.py": """
+                from forge_core.api import Check, hookimpl
+                @hookimpl
+                def forge_checks():
+                    for name in ("good", "poor", "absent"):
+                        yield Check(name=name, summary="a second fan", run=f"acme_checks.checks:{name}")
+                """,
+            "acme_checks/checks.py": """
+                from forge_core.contracts.check import Finding
+                def good(surroundings):
+                    yield Finding("acme", "fine", "it turns")
+                def poor(surroundings):
+                    yield Finding("acme", "fine", "it turns")
+                    yield Finding("its noise", "warning", "60 dB", "clean it")
+                def absent(surroundings):
+                    return ()
+                """,
+        },
+    )
+
+    assert doctor("--require", "good")[0] == 0
+    code, found = doctor("--require", "good", "--require", "poor")
+    assert (code, found["its noise"]["state"], found["acme"]["state"]) == (2, "wrong", "fine")
+    code, found = doctor("--require", "absent")
+    assert (code, found["its noise"]["state"], found["absent"]["state"]) == (2, "warning", "wrong")
+    assert found["absent"]["found"] == "this machine has nothing to look at: a second fan"
+    assert found["absent"]["advice"] == "set it up, or leave out --require absent"
+
+
+def test_the_nearest_check_is_named_for_one_that_is_not_there(capsys, tmp_path):
+    assert main(["doctor", str(tmp_path), "--require", "gpu"]) == 2
+
+    said = capsys.readouterr().err
+    assert "--require: no check is named 'gpu'; did you mean 'gpus'?; there are gloo, gpus, huggingface, " in said
+
+
+@pytest.mark.parametrize(
+    ("name", "variable", "advice"), [("huggingface", "HF_TOKEN", "hf auth"), ("wandb", "WANDB_API_KEY", "wandb login")]
+)
+def test_logins_are_looked_at_where_they_are_required(
+    doctor, monkeypatch, without_processes, nothing_known_to_wandb, name, variable, advice
+):
+    assert name not in doctor()[1]
+    code, found = doctor("--require", name)
+    assert (code, found[name]["state"], found[name]["found"]) == (2, "wrong", "this machine has no login")
+    assert advice in found[name]["advice"]
+
+    monkeypatch.setenv(variable, "0" * 40)
+    code, found = doctor("--require", name)
+    assert (code, found[name]["state"]) == (0, "fine")
+
+    monkeypatch.setitem(sys.modules, "huggingface_hub" if name == "huggingface" else "wandb", None)
+    monkeypatch.delitem(sys.modules, "forge_plugins_monitor.wandb_tracker", raising=False)
+    assert doctor("--require", name)[1][name]["found"] == "its package is not installed"
+
+
+@pytest.fixture
+def nothing_known_to_wandb(monkeypatch):
+    import wandb
+
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
+    wandb.teardown()
+    yield
+    wandb.teardown()
+
+
 def test_a_broken_plugin_is_a_finding(doctor, make_distribution, without_processes):
     make_distribution("acme-broken", files={"acme_broken/plugin.py": "import no_such_module"})
 

@@ -102,13 +102,13 @@ def test_the_command_writes_it_once_and_says_where_there_is_no_slurm(sinfo, tmp_
 
 
 @pytest.mark.parametrize(
-    ("answer", "state"),
+    ("answer", "states"),
     [
-        ("scontrol: fatal: Could not establish a configuration source", "fine"),
-        ("slurm_load_ctl_conf error: Unable to contact slurm controller (connect failure)", "warning"),
+        ("scontrol: fatal: Could not establish a configuration source", []),
+        ("slurm_load_ctl_conf error: Unable to contact slurm controller (connect failure)", ["warning"]),
     ],
 )
-def test_commands_without_a_cluster_keep_nobody_from_training(tmp_path, monkeypatch, capsys, answer, state):
+def test_commands_without_a_cluster_keep_nobody_from_training(tmp_path, monkeypatch, capsys, answer, states):
     monkeypatch.setattr("forge_plugins_monitor.doctor.gloo.look", lambda _: ())
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
@@ -117,6 +117,8 @@ def test_commands_without_a_cluster_keep_nobody_from_training(tmp_path, monkeypa
         (tmp_path / command).chmod(0o755)
 
     assert main(["doctor", "--json"]) == 0
-    assert next(one["state"] for one in json.loads(capsys.readouterr().out) if one["subject"] == "Slurm") == state
+    assert [one["state"] for one in json.loads(capsys.readouterr().out) if one["subject"] == "Slurm"] == states
+    assert main(["doctor", "--json", "--require", "slurm"]) == 2
+    assert [one["state"] for one in json.loads(capsys.readouterr().out) if one["state"] == "wrong"] == ["wrong"]
     assert main(["doctor", "--init"]) == 2
     assert answer in capsys.readouterr().err

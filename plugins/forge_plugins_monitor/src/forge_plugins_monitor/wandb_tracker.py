@@ -29,7 +29,7 @@ class Wandb(Tracker):
     """
 
     def __init__(self, config: WandbConfig, /, *, run_name: str, run_dir: Path, job: Mapping[str, Any]) -> None:
-        if config.mode == "online" and not _has_login():
+        if config.mode == "online" and not has_login():
             raise ConfigError(
                 "wandb has no login on this machine, and nothing is sent; type wandb login, set WANDB_API_KEY, or set "
                 'mode = "offline" and send the run later'
@@ -89,7 +89,7 @@ class Wandb(Tracker):
         return self._run
 
 
-def _has_login() -> bool:
+def has_login() -> bool:
     """Return whether wandb finds a key, without asking for one at the terminal or asking the server."""
     if "prompt" not in inspect.signature(wandb.login).parameters:  # before 0.28
         return bool(wandb.api.api_key or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"))

@@ -18,29 +18,23 @@ _CRED_EXPIRE = 120
 
 _NO_CLUSTER = "Could not establish a configuration source"
 """Slurm's words where there is neither a slurm.conf nor a server that has one."""
+_UNANSWERED = "one can train on this machine; for `forge submit`, try again later or ask the cluster's administrators"
 
 
 def look(_: CheckContext) -> Iterator[Finding]:
-    """Version, preemption, what a run has to save in, and how long it waits after a requeue."""
+    """Version, preemption, what a run has to save in, and how long it waits after a requeue. Nothing on a machine
+    without Slurm, or with its commands and no cluster."""
     try:
         config = _words(_answer("scontrol", "show", "config"))
         partitions = [_words(line) for line in _answer("scontrol", "show", "partition", "-o").splitlines()]
     except FileNotFoundError:
-        yield Finding("Slurm", "fine", "there is none on this machine")
         return
     except ForgeError as error:
-        yield _unanswered(str(error))
+        if _NO_CLUSTER not in str(error):
+            yield Finding("Slurm", "warning", str(error), _UNANSWERED)
         return
     yield Finding("Slurm", "fine", f"{config.get('SLURM_VERSION', '?')}, cluster {config.get('ClusterName', '?')}")
     yield from findings(config, partitions)
-
-
-def _unanswered(error: str) -> Finding:
-    """Slurm's commands are here and no cluster answers them: a machine to train on all the same."""
-    if _NO_CLUSTER in error:
-        return Finding("Slurm", "fine", "its commands are here, and no cluster is set up for them")
-    advice = "one can train on this machine; for `forge submit`, try again later or ask the cluster's administrators"
-    return Finding("Slurm", "warning", error, advice)
 
 
 def findings(config: Mapping[str, str], partitions: Sequence[Mapping[str, str]]) -> Iterator[Finding]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
+import attrs
 import click
 
 from forge_core.api import Check
@@ -15,7 +16,8 @@ from forge_core.config.builder import load_reference, output_of
 from forge_core.contracts.check import CheckContext, Finding
 from forge_core.contracts.command import Invocation
 from forge_core.distributed.environment import find_cluster, world_size_of
-from forge_core.errors import ConfigError, ExitCode, ForgeError
+from forge_core.errors import ConfigError, ExitCode, ForgeError, nearest_hint
+from forge_plugins_monitor.doctor.logins import CHECKS as LOGINS
 
 OWN = "forge-plugins-monitor"
 
@@ -24,8 +26,15 @@ OWN = "forge-plugins-monitor"
 @click.argument("run_dir", type=click.Path(path_type=Path), default=Path("runs"))
 @json_option(list[Finding])
 @click.option("--init", is_flag=True, help="Also write the file of facts about this cluster that plugins read.")
+@click.option(
+    "--require",
+    "required",
+    multiple=True,
+    metavar="CHECK",
+    help="A check that must find something and warn of nothing, such as gpus, slurm, wandb; repeat for several.",
+)
 @click.pass_context
-def doctor(ctx: click.Context, run_dir: Path, as_json: bool, init: bool) -> None:
+def doctor(ctx: click.Context, run_dir: Path, as_json: bool, init: bool, required: Sequence[str]) -> None:
     """Look at this machine, and at RUN_DIR, where runs will be written (by default runs).
 
     Under torchrun or srun it looks at all hosts, and measures how fast the ranks talk to each other.
@@ -36,10 +45,16 @@ def doctor(ctx: click.Context, run_dir: Path, as_json: bool, init: bool) -> None
     catalog = invocation.catalog()
     checks = [(check, plugin.distribution) for plugin in catalog.plugins for check in plugin.checks]
     checks.sort(key=lambda one: one[1] != OWN)  # those of every machine first
+    _refuse_unknown(required, {check.name for check in (*LOGINS, *(check for check, _ in checks))})
+    checks += [(check, OWN) for check in LOGINS if check.name in required]
     surroundings = CheckContext(run_dir, catalog)
 
     def look() -> list[Finding]:
-        return [finding for check, owner in checks for finding in _findings(check, owner, surroundings)]
+        found: list[Finding] = []
+        for check, owner in checks:
+            of_check = _findings(check, owner, surroundings)
+            found += _as_required(check, of_check) if check.name in required else of_check
+        return found
 
     is_alone = world_size_of(os.environ, find_cluster(catalog, os.environ)) is None
     findings = look() if is_alone else _of_all_ranks(run_dir, look)
@@ -51,6 +66,21 @@ def doctor(ctx: click.Context, run_dir: Path, as_json: bool, init: bool) -> None
         if init:
             click.echo(f"wrote {', '.join(_write(checks))}", err=True)
     ctx.exit(ExitCode.INVALID if any(one.state == "wrong" for one in findings) else ExitCode.COMPLETED)
+
+
+def _refuse_unknown(required: Sequence[str], names: Collection[str]) -> None:
+    for name in required:
+        if name not in names:
+            known = f"there are {', '.join(sorted(names))}"
+            raise ConfigError(f"--require: no check is named {name!r}{nearest_hint(name, names)}; {known}")
+
+
+def _as_required(check: Check, findings: Sequence[Finding]) -> list[Finding]:
+    """Warnings are wrong, and so is a check that has nothing to look at."""
+    if findings:
+        return [attrs.evolve(one, state="wrong") if one.state == "warning" else one for one in findings]
+    found = f"this machine has nothing to look at: {check.summary}"
+    return [Finding(check.name, "wrong", found, f"set it up, or leave out --require {check.name}")]
 
 
 def _findings(check: Check, owner: str, surroundings: CheckContext) -> list[Finding]:
