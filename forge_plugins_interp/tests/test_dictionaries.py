@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import copy
+import math
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from forge_core.config.builder import ComponentBuilder
+from forge_core.contracts.callback import OneRank
+from forge_core.contracts.loss import IGNORED
 from forge_core.data.counts import with_counts
 from forge_core.errors import ConfigError
 from forge_core.registry.discovery import discover
 from forge_plugins_interp.autoencoders import similarity
 from forge_plugins_interp.autoencoders.codes import batch_top_k, jump_relu, step, top_k
-from forge_plugins_interp.autoencoders.config import TopKConfig
+from forge_plugins_interp.autoencoders.config import AutoencoderEvaluationConfig, TopKConfig
 from forge_plugins_interp.autoencoders.dictionary import Dictionary
+from forge_plugins_interp.autoencoders.evaluation import Explained
 from forge_plugins_interp.autoencoders.model import Autoencoder
 from forge_plugins_interp.autoencoders.similarity import mmcs
 
@@ -191,3 +199,58 @@ def test_sums_over_ranks_are_those_of_their_rows(name):
     sums = [model.blocks["0"].accumulators() for model in (whole, *ranks)]
     assert torch.allclose(sums[0]["fired"], sums[1]["fired"] + sums[2]["fired"])
     assert torch.allclose(sums[0]["sums"][:4], sums[1]["sums"][:4] + sums[2]["sums"][:4])
+
+
+class CutsOut(TorchDispatchMode):
+    """Counts what makes the host wait for how many rows there are."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        indices = args[1] if func is torch.ops.aten.index.Tensor else ()
+        is_mask = any(one is not None and one.dtype is torch.bool for one in indices)
+        self.count += is_mask or func in (torch.ops.aten.nonzero.default, torch.ops.aten.masked_select.default)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", ["topk_sae", "jumprelu_sae", "transcoder"])
+def test_an_evaluation_is_over_rows_without_padding_which_is_not_cut_out(name):
+    """In float64, of the rows alone, whatever stands in the padding."""
+    model = autoencoder(name).eval()
+    batches = []
+    for lengths, noise in (((6, 2), 3.0), ((3, 5), math.inf)):
+        activation, target, positions = rows_of(*lengths, padded_to=8, noise=noise)
+        entries = with_counts({"activation": activation, "positions": positions}, "activation")
+        batch = {key: torch.from_numpy(entry) for key, entry in entries.items()}
+        batches.append(batch | ({"target_activation": torch.from_numpy(target)} if name == "transcoder" else {}))
+    context = SimpleNamespace(
+        parts=[model],
+        device=torch.device("cpu"),
+        mesh=OneRank(),
+        batches=lambda source, samples: iter(batches),
+        predict=lambda batch: model(**batch),
+    )
+
+    with torch.no_grad(), CutsOut() as cuts:
+        found = Explained(AutoencoderEvaluationConfig(), open_data=lambda *_: None).run(context)
+
+    assert cuts.count == 0
+    double = copy.deepcopy(model).double()
+    codes = []
+    double.blocks["0"].code.register_forward_hook(lambda module, args, code: codes.append(code))
+    rows = {
+        key: torch.cat([batch[key][batch["targets"] != IGNORED] for batch in batches]).double()[None]
+        for key in batches[0].keys() & {"activation", "target_activation"}
+    }
+    with torch.no_grad():
+        y = double(tokens=None, **rows)[0]
+    expected = rows.get("target_activation", rows["activation"])[0]
+    assert len(expected) == 16
+    assert found == pytest.approx(
+        {
+            "fvu": float((expected - y).square().sum() / (expected - expected.mean(0)).square().sum()),
+            "l0": float((codes[0] > 0).sum()) / 16,
+            "silent": float((codes[0] > 0).sum((0, 1)).eq(0).double().mean()),
+        },
+        rel=1e-5,
+    )

@@ -115,6 +115,14 @@ def test_translators_are_a_mean_of_a_token(model):
     assert torch.stack(values).mean().item() == pytest.approx((found.total / found.count).item(), rel=1e-5)
 
 
+def test_a_step_without_targets_has_no_divergence(model):
+    model.train()
+    model(TOKENS, torch.full_like(TARGETS, IGNORED), never)
+    for translator in translators_of(model).values():
+        translator.before_optimizer_step(translator.accumulators(), 0.5)
+        assert translator.step_metrics()["kl"].item() == 0.0
+
+
 def train(run, name, *settings, code=0):
     command = [sys.executable, "-m", "forge_core", "run", "job.toml", f"run.name={name}"]
     keys = [

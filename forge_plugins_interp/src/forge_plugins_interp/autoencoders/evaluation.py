@@ -31,7 +31,7 @@ class Explained(Evaluation):
         hook = model.blocks["0"].code.register_forward_hook(sums.see)  # type: ignore[union-attr]  # declared
         try:
             for batch in context.batches(self._source, samples=self._samples):
-                sums.valid = (batch["targets"] != IGNORED).flatten()
+                sums.is_padding = batch["targets"].flatten()[:, None] == IGNORED
                 found = context.predict(batch)
                 assert found is not None, "an autoencoder has one block, and so no pipeline"
                 sums.add(batch.get("target_activation", batch["activation"]), found)
@@ -41,23 +41,25 @@ class Explained(Evaluation):
 
 
 class _Sums:
+    """Over rows that are no padding, which is not cut out: the host would have to wait for how many rows are left."""
+
     def __init__(self, model: Autoencoder, device: torch.device) -> None:
         width = getattr(model.config, "target_width", model.config.width)
         kind = torch.float32 if device.type == "mps" else torch.float64
-        self.valid = torch.empty(0)
+        self.is_padding = torch.empty(0)
         self._fired = torch.zeros(model.config.latents, dtype=kind, device=device)
         self._total = torch.zeros(width, dtype=kind, device=device)
         self._others = torch.zeros(3, dtype=kind, device=device)
         """Rows, squares, squared errors."""
 
     def see(self, module: nn.Module, args: Any, code: torch.Tensor) -> None:
-        self._fired += (code.flatten(0, -2)[self.valid] > 0).sum(0)
+        self._fired += (code.flatten(0, -2) > 0).masked_fill(self.is_padding, False).sum(0)
 
     def add(self, expected: torch.Tensor, found: torch.Tensor) -> None:
-        x = expected.flatten(0, 1)[self.valid].to(self._total.dtype)
-        error = x - found.flatten(0, 1)[self.valid].to(self._total.dtype)
+        x, y = (one.flatten(0, 1).to(self._total.dtype).masked_fill(self.is_padding, 0) for one in (expected, found))
         self._total += x.sum(0)
-        self._others += torch.stack([torch.full_like(x.sum(), len(x)), x.square().sum(), error.square().sum()])
+        rows = (~self.is_padding).sum().to(x.dtype)
+        self._others += torch.stack([rows, x.square().sum(), (x - y).square().sum()])
 
     def result(self, context: EvaluationContext) -> Mapping[str, float]:
         for tensor in (self._fired, self._total, self._others):

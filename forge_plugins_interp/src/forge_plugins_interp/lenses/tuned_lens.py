@@ -58,10 +58,11 @@ class Translator(nn.Module):
     def before_optimizer_step(self, reduced: Mapping[str, torch.Tensor], progress: float) -> None:
         """Same as ``StepModule.before_optimizer_step``."""
         total, count = reduced["divergence"].unbind()
-        self._mean = total / count
+        self._mean = total / count.clamp(min=1)
 
     def step_metrics(self) -> Mapping[str, torch.Tensor]:
-        """Same as ``ReportsMetrics.step_metrics``: the divergence from the model's prediction, in nats a token."""
+        """Same as ``ReportsMetrics.step_metrics``: the divergence from the model's prediction, in nats a token; 0 in a
+        step without targets, as its loss."""
         return {"kl": self._mean.float()}
 
 
