@@ -13,6 +13,7 @@ import pytest
 
 import fork_server
 from forge_core.cli import main
+from forge_plugins_data.preference_reference import digest_of
 
 JOB = """
 extends = "tiny.toml"
@@ -63,7 +64,7 @@ def reference(begun, capsys):
         else:
             assert main([*words, *arguments]) == 0, capsys.readouterr().err
         with np.load(begun.folder / "reference.npz") as arrays:
-            return {name: arrays[name] for name in ("pairs", "log_probabilities")}
+            return dict(arrays)
 
     return reference
 
@@ -162,6 +163,35 @@ def test_a_reference_of_other_weights_ends_the_run_at_its_first_step(begun, refe
 
     assert "log 2 = 0.6931 with a reference of the weights that the run begins with" in capsys.readouterr().err
     assert not list(begun.path("other").glob("checkpoints/step_*"))
+
+
+def test_a_run_that_begins_with_another_checkpoint_than_its_reference_says_so_and_goes_on(begun, reference, capsys):
+    """Two may have the same weights; a file of before that does not say which is as good as ever."""
+    arrays = reference()
+    own = newest(begun.path())
+    about = json.loads(str(arrays["about"]))
+    assert about["checkpoint"] == {"path": str(own), "step": int(own.name[5:]), "digest": digest_of(own)}
+    copy = begun.folder / "moved" / own.name
+    shutil.copytree(own, copy, dirs_exist_ok=True)
+    arguments = ["run", str(begun.folder / "dpo.toml"), "eval.interval=0", "train.steps=2", "scheduler.warmup_steps=1"]
+
+    def said(name, *settings):
+        assert main([*arguments, f"run.name={name}", *settings]) == 0, capsys.readouterr().err
+        return [line for line in capsys.readouterr().out.splitlines() if "was made with" in line]
+
+    assert said("fits_too") == said("moved", f"checkpoint.load.path={copy}") == []
+    begun.completed("run.name=third", "train.seed=6")
+    third = newest(begun.path("third"))
+    (line,) = said("warned", f"checkpoint.load.path={begun.path('third')}")
+    assert f"reference.npz' was made with {own}, and this run begins with {third}; the callback reference_check" in line
+    assert said("warned", f"checkpoint.load.path={begun.path('third')}", "train.steps=4") == []  # which is resumed
+    del about["checkpoint"]
+    np.savez(begun.folder / "reference.npz", **arrays | {"about": np.array(json.dumps(about))})
+    assert said("old_file", f"checkpoint.load.path={third}") == []
+
+
+def newest(run):
+    return sorted((run / "checkpoints").glob("step_*"))[-1].resolve()
 
 
 @pytest.mark.parametrize(

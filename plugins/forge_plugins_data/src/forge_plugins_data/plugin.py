@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from forge_core.api import Command, Component, hookimpl
 
-FORGE_API = "1.1"
+FORGE_API = "1.5"
 
 
 @hookimpl
@@ -114,6 +114,16 @@ def forge_callbacks() -> Iterable[Component]:
         summary="ends preference tuning at its first step if the reference is of other weights",
         factory="forge_plugins_data.reference_check:ReferenceCheck",
         config="forge_plugins_data.preference_config:ReferenceCheckConfig",
+    )
+
+
+@hookimpl
+def forge_observers() -> Iterable[Component]:
+    """What is looked at in every run."""
+    yield Component(
+        name="reference_origin",
+        summary="whether a reference of pairs was made with the checkpoint that a run begins with",
+        factory="forge_plugins_data.reference_origin:ReferenceOrigin",
     )
 
 

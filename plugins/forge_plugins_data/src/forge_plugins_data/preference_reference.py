@@ -1,16 +1,19 @@
 """The log-probabilities of pairs under the weights that preference tuning begins with, in a file.
 
 It is ``.npz`` of NumPy: ``pairs`` ``(N, 16)`` uint8, the key of each pair; ``log_probabilities`` ``(N, 2)`` float64 in
-nats, of the chosen and the rejected answer; ``about``, a JSON object with format, version and tokenizer.
+nats, of the chosen and the rejected answer; ``about``, a JSON object with format, version, tokenizer and
+the checkpoint that it was made with: path, step and ``digest_of``.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import attrs
 import numpy as np
@@ -74,6 +77,19 @@ class ReferenceFile:
         return np.array([self.log_probabilities[key] for key in keys], dtype=np.float32)
 
 
+def digest_of(checkpoint: Path) -> str:
+    """A hash of all that a checkpoint has, by its manifest; empty for what is no checkpoint."""
+    manifest = checkpoint / "manifest.json"
+    return hashlib.sha256(manifest.read_bytes()).hexdigest() if manifest.exists() else ""
+
+
+def recorded_checkpoint(path: str) -> Mapping[str, Any]:
+    """What the reference in ``path`` was made with; empty where it does not say."""
+    with np.load(Path(path).expanduser(), allow_pickle=False) as arrays:
+        found = json.loads(str(arrays["about"])).get("checkpoint")
+    return found if isinstance(found, dict) else {}
+
+
 def refuse_unwritable(path: Path) -> None:
     """
     Raises:
@@ -90,18 +106,21 @@ def refuse_unwritable(path: Path) -> None:
         raise ConfigError(f"data.reference = {str(path)!r} cannot be written: {problem}")
 
 
-def write_reference(path: Path, keys: Sequence[bytes], values: np.ndarray, tokenizer: str) -> None:
+def write_reference(
+    path: Path, keys: Sequence[bytes], values: np.ndarray, tokenizer: str, checkpoint: Mapping[str, Any] | None = None
+) -> None:
     """Write a file, whole or not at all.
 
     Args:
         values: ``(N, 2)`` float64.
+        checkpoint: what it was made with.
 
     Raises:
         SaveError: it cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    about = json.dumps({"format": _FORMAT, "version": _VERSION, "tokenizer": tokenizer})
+    about = json.dumps({"format": _FORMAT, "version": _VERSION, "tokenizer": tokenizer, "checkpoint": checkpoint})
     pairs = np.frombuffer(b"".join(keys), dtype=np.uint8).reshape(-1, 16)
     try:
         with temporary.open("wb") as file:

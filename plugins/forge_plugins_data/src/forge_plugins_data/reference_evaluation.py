@@ -20,7 +20,7 @@ from forge_core.errors import ConfigError
 from forge_core.job import read_document
 from forge_plugins_data.preference_config import PreferenceReferenceConfig
 from forge_plugins_data.preference_pairs import PreferencePairs
-from forge_plugins_data.preference_reference import refuse_unwritable, write_reference
+from forge_plugins_data.preference_reference import digest_of, refuse_unwritable, write_reference
 
 
 class PreferenceReference(Evaluation):
@@ -53,7 +53,7 @@ class PreferenceReference(Evaluation):
         values = np.array([*summed.values()]).reshape(n_pairs, 2)
         if context.rank == 0:
             keys = [pair.key for pair in self._source.pairs]
-            write_reference(self._out, keys, values, self._tokenizer.fingerprint)
+            write_reference(self._out, keys, values, self._tokenizer.fingerprint, _checkpoint_of(context))
             context.log(f"{self._out}: {n_pairs:,} pairs")
         chosen, rejected = values.mean(axis=0).tolist()
         likelier = float((values[:, 0] > values[:, 1]).mean())
@@ -67,6 +67,14 @@ class PreferenceReference(Evaluation):
                 f"{self._job}: train.{key} is {there}, and that of the evaluated run {here}; add train.{key}={there} "
                 "to the command"
             )
+
+
+def _checkpoint_of(context: EvaluationContext) -> Mapping[str, Any] | None:
+    """The checkpoint that ``forge eval`` reads; a run that evaluates while it trains has none."""
+    checkpoint = getattr(context, "checkpoint", None)
+    if checkpoint is None:
+        return None
+    return {"path": str(checkpoint.path), "step": checkpoint.step, "digest": digest_of(checkpoint.path)}
 
 
 def _pairs_of(job: str, data: Any, build: Builder) -> tuple[ComponentRef, Path]:

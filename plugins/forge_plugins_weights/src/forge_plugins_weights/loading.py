@@ -102,6 +102,12 @@ def _fold(model: nn.Module, checkpoint: Checkpoint, averages: Collection[str], w
         model.get_parameter(name).data.copy_(folded.make(*map(read, folded.reads)))
 
 
+class CheckpointEvaluator(ModelEvaluator):
+    """Of a model that is not trained: evaluations may ask it for the checkpoint."""
+
+    checkpoint: Checkpoint
+
+
 @attrs.frozen
 class OpenModel:
     """A model from a checkpoint in the layout of a job, on all ranks of a process group."""
@@ -123,7 +129,8 @@ class OpenModel:
     def evaluating(self) -> Iterator[ModelEvaluator]:
         """Put the model into evaluation mode without gradients, and give it as an ``EvaluationContext``. All ranks
         call it together."""
-        evaluator = ModelEvaluator(self.context, self.model, self.tokenizer, self.log)
+        evaluator = CheckpointEvaluator(self.context, self.model, self.tokenizer, self.log)
+        evaluator.checkpoint = self.checkpoint
         with evaluator.evaluating():
             yield evaluator
 
