@@ -63,6 +63,24 @@ def test_a_phase_that_freezes_a_router_holds_its_bias_and_the_next_one_moves_it_
     assert learned() <= changed("staged", 3, 4)
 
 
+def test_what_comes_before_a_frozen_router_is_not_pushed_by_loads_of_the_past(shared_tiny):
+    """It is trained as without the loss."""
+    shared_tiny.completed(*SPARSE, "run.name=unbalanced", "train.steps=2")
+    base = shared_tiny.path("unbalanced")
+    begin = [f"checkpoint.load.path={base}", 'phases=[{at=1, train=["*.attention.*"]}]', "train.steps=2"]
+
+    trained, lines = {}, {}
+    for name, balance in (("balanced", 1.0), ("free", 0.0)):
+        of_balance = f'balance={balance}, balance_scope="global_batch"' if balance else "balance=0.0"
+        given = [one.replace('balance=0.01, balance_scope="global_batch"', of_balance) for one in SPARSE]
+        lines[name] = shared_tiny.completed(*given, *begin, f"run.name={name}")
+        trained[name] = tensors(shared_tiny.path(name), 2)
+
+    assert tensors(base, 2)["model.blocks.0.feed_forward.router.load_share"].unique().numel() > 1
+    assert all(torch.equal(trained["balanced"][key], one) for key, one in trained["free"].items())
+    assert "auxiliary/load_balance" not in lines["balanced"][0]
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("layout", ["parallel.ep=2", "parallel.tp=2", "parallel.pp=2"])
 def test_all_ranks_hold_it_alike(shared_tiny, changed, layout):

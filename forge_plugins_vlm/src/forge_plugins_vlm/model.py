@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from itertools import accumulate
 from typing import Any
@@ -196,11 +196,6 @@ class VisionLanguageModel(Transformer):
             "embeddings": ["embed.*"],
             **of_blocks,
         }
-
-    def set_frozen(self, names: Collection[str]) -> None:
-        """Same as ``FreezableModel.set_frozen``: a frozen encoder costs its forward alone."""
-        if self.vision is not None:
-            self.vision.set_frozen({name.removeprefix("vision.") for name in names if name.startswith("vision.")})
 
     def sites(self) -> dict[str, Site]:
         """Same as ``ObservableModule.sites``, with those of the encoder, its features, and the tokens of the connector,

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 
-from forge_core.contracts.model import Initializer
+from forge_core.contracts.model import Initializer, canonical_name
 from forge_core.contracts.router import Routing
 from forge_core.ops.accumulate import accumulate
 from forge_core.ops.sequence_sum import sum_by_sequence
@@ -31,7 +31,8 @@ class TopKRouter(GatedRouter):
     With the scope ``global_batch``, the loss takes what fraction of the load each expert had in the step before
     (``load_share``, a persistent buffer, at first all equal). Qiu et al. 2025 (arXiv 2501.11873) sum the counts of the
     same step over ranks, and where a step has several microbatches, over those so far, so that the gradient depends on
-    how it is cut. A step later, the counts are those of all of them.
+    how it is cut. A step later, the counts are those of all of them. While the router is frozen, ``load_share`` is,
+    too: it tells of other tokens, and would push what comes before the router by them. There is no such loss then.
 
     Raises:
         ConfigError: what the config asks for cannot be with so many experts.
@@ -51,6 +52,7 @@ class TopKRouter(GatedRouter):
         if self.has_bias:
             self.register_buffer("bias", torch.empty(n_experts))
             self.register_buffer("load", torch.empty(n_experts), persistent=False)
+        self.is_frozen = False
         self.balances_steps = config.balance > 0 and config.balance_scope == "global_batch"
         if self.balances_steps:
             self.register_buffer("load_share", torch.empty(n_experts))
@@ -72,7 +74,7 @@ class TopKRouter(GatedRouter):
         if self.has_bias:
             weight = accumulate(weight, self.load, routed.sum(0))
         auxiliary = self.z_losses(logits, valid, self.config.z_loss)
-        if self.config.balance > 0:
+        if self.config.balance > 0 and not (self.balances_steps and self.is_frozen):
             counted = self._counted(scores.detach(), routed, valid)
             if self.balances_steps:
                 weight = accumulate(weight, self.balance_load, counted.sum(0))
@@ -109,6 +111,10 @@ class TopKRouter(GatedRouter):
             assert sequence is not None, "the router says that it needs it"
             return sum_by_sequence(counted, sequence)
         return self.load_share
+
+    def set_frozen(self, names: Collection[str]) -> None:
+        """Learn which of its parameters are not trained from now on."""
+        self.is_frozen = all(canonical_name(name) in names for name, _ in self.named_parameters())
 
     def accumulators(self) -> Mapping[str, torch.Tensor]:
         accumulators = dict(super().accumulators())

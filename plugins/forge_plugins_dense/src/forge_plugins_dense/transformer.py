@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from forge_core.contracts.builder import Builder
 from forge_core.contracts.loss import Loss, LossSum
-from forge_core.contracts.model import Initializer, ParameterRole, Recompute, ShardRole
+from forge_core.contracts.model import Initializer, ParameterRole, Recompute, ShardRole, canonical_name
 from forge_core.contracts.observation import Site, within
 from forge_core.errors import ConfigError
 from forge_core.ops.sequence_sum import number_sequences, whole_length
@@ -242,6 +242,13 @@ class Transformer(nn.Module):
         if self._has_own_head():
             roles["head.weight"] = "head"
         return roles
+
+    def set_frozen(self, names: Collection[str]) -> None:
+        """Same as ``FreezableModel.set_frozen``: modules within that have such a method are told names of their own."""
+        for name, module in self.named_modules():
+            if name and hasattr(module, "set_frozen"):
+                prefix = f"{canonical_name(name)}."
+                module.set_frozen({one.removeprefix(prefix) for one in names if one.startswith(prefix)})
 
     def sites(self) -> dict[str, Site]:
         """Same as ``ObservableModule.sites``, without blocks that predict further tokens, which train only."""
