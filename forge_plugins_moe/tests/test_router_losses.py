@@ -152,19 +152,19 @@ class TestGlobalBatch:
 
         assert torch.equal(router.load_share, before / before.sum())
 
-    def test_is_left_out_while_the_router_is_frozen(self):
+    def test_is_0_while_the_router_is_frozen(self):
         """Its counts stay those of a step long ago."""
         router, names = softmax_router(gate_bias=True), {"gate.weight", "gate.bias"}
         router.before_optimizer_step(router.accumulators() | {"balance_load": torch.arange(8.0)}, 0.5)
         found = {}
         for frozen in ((), ("gate.bias",), names, ()):
             router.set_frozen(frozen)
-            found[len(frozen)] = "load_balance" in router(tokens()).auxiliary
+            found[len(frozen)] = router(tokens()).auxiliary["load_balance"].item() > 0
 
         assert found == {0: True, 1: True, 2: False}
         other = softmax_router(balance_scope="microbatch")
         other.set_frozen(names)
-        assert "load_balance" in other(tokens()).auxiliary, "which counts the tokens of now"
+        assert other(tokens()).auxiliary["load_balance"].item() > 0, "it counts the tokens of now"
 
 
 class TestCounts:

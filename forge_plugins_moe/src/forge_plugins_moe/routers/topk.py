@@ -32,7 +32,7 @@ class TopKRouter(GatedRouter):
     (``load_share``, a persistent buffer, at first all equal). Qiu et al. 2025 (arXiv 2501.11873) sum the counts of the
     same step over ranks, and where a step has several microbatches, over those so far, so that the gradient depends on
     how it is cut. A step later, the counts are those of all of them. While the router is frozen, ``load_share`` is,
-    too: it tells of other tokens, and would push what comes before the router by them. There is no such loss then.
+    too: it tells of other tokens, and would push what comes before the router by them. The loss is 0 then.
 
     Raises:
         ConfigError: what the config asks for cannot be with so many experts.
@@ -74,12 +74,13 @@ class TopKRouter(GatedRouter):
         if self.has_bias:
             weight = accumulate(weight, self.load, routed.sum(0))
         auxiliary = self.z_losses(logits, valid, self.config.z_loss)
-        if self.config.balance > 0 and not (self.balances_steps and self.is_frozen):
+        if self.config.balance > 0:
             counted = self._counted(scores.detach(), routed, valid)
             if self.balances_steps:
                 weight = accumulate(weight, self.balance_load, counted.sum(0))
             value = load_balance(probability, self._balanced_load(counted, sequence), valid)
-            auxiliary["load_balance"] = self.config.balance * value
+            is_of_now = not (self.balances_steps and self.is_frozen)
+            auxiliary["load_balance"] = (self.config.balance if is_of_now else 0.0) * value
         weight = self.measure(weight, probability, logits, routed, valid)
         return token_choice(chosen, weight, self.n_experts, valid, auxiliary)
 
