@@ -232,7 +232,7 @@ def sparse_layer(n_experts: int) -> feed_forward.MoE:
 
 
 def dense_layer() -> MLP:
-    layer = MLP(MLPConfig(hidden_dim=TOP_K * HIDDEN), dim=DIM)
+    layer = MLP(MLPConfig(hidden_dim=TOP_K * HIDDEN), dim=DIM, build=ComponentBuilder(discover()))
     layer.init_weights(SeededInitializer(0), "", 0.02, 0.02)
     return layer.to(torch.bfloat16)
 

@@ -10,12 +10,12 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from forge_plugins_moe.batched_experts import _Layout, batched_experts, in_batches
+from forge_plugins_dense.activation import FUNCTIONS
+from forge_plugins_moe.batched_experts import ACTIVATIONS, _Layout, batched_experts, in_batches
 from forge_plugins_moe.experts import Experts
 from forge_plugins_moe.feed_forward import MoE
 
 DIM, HIDDEN, REST = 16, 24, 2
-ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "relu": F.relu}
 LOADS = {
     "unlike each other": [33, 0, 1, 64],
     "one has nearly all": [700, 3, 0, 0, 5, 31, 32, 64],
@@ -51,9 +51,9 @@ def alone(rows, counts, activation, *, up, down, gate=None):
     for index, part in enumerate(rows[: sum(counts)].split(counts)):
         raised = part.float() @ up[index].float().T
         if gate is None:
-            hidden = ACTIVATIONS[activation](raised)
+            hidden = FUNCTIONS[activation](raised)
         else:
-            hidden = ACTIVATIONS[activation](part.float() @ gate[index].float().T) * raised
+            hidden = FUNCTIONS[activation](part.float() @ gate[index].float().T) * raised
         outputs.append(hidden @ down[index].float().T)
     return torch.cat([*outputs, rows.new_zeros(REST, DIM)])
 
@@ -62,7 +62,7 @@ def batched(rows, counts, activation, *, up, down, gate=None):
     return batched_experts(rows, torch.tensor(counts), gate, up, down, activation)
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("activation", FUNCTIONS)
 @pytest.mark.parametrize("counts", LOADS.values(), ids=LOADS.keys())
 def test_outputs_and_gradients_are_those_of_each_expert_alone(counts, activation):
     rows, gradient = rows_and_gradient(counts)
@@ -84,10 +84,14 @@ def test_outputs_and_gradients_are_those_of_each_expert_alone(counts, activation
         assert difference < 1e-2, f"{name}: bf16 has 8 bits"
 
 
+def test_every_activation_of_the_dense_layer_is_batched():
+    assert ACTIVATIONS.keys() == FUNCTIONS.keys()
+
+
 def test_experts_in_bf16_are_batched_and_others_are_not(monkeypatch):
     called = []
     monkeypatch.setattr("forge_plugins_moe.experts.batched_experts", lambda *given: called.append(given) or given[0])
-    layer = Experts(4, DIM, HIDDEN, "silu")
+    layer = Experts(4, DIM, HIDDEN, F.silu, gated=True)
     rows, counts = torch.randn(10, DIM), torch.tensor([4, 3, 2, 1])
     layer.compute(rows, counts)
     assert not called
@@ -105,7 +109,7 @@ def test_a_compiled_layer_is_batched_too():
         called.extend(node.target for node in graph.graph.nodes if "batched_experts" in str(node.target))
         return graph.forward
 
-    layer = Experts(4, DIM, HIDDEN, "silu").bfloat16()
+    layer = Experts(4, DIM, HIDDEN, F.silu, gated=True).bfloat16()
     torch.compile(layer.compute, fullgraph=True, backend=backend)(
         torch.randn(10, DIM).bfloat16(), torch.tensor([4, 3, 2, 1])
     )
@@ -176,7 +180,7 @@ def test_torch_works_out_shapes_without_multiplying():
     memory that nobody has written to.)"""
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
     rows, _ = rows_and_gradient([33, 0, 1, 64])
-    for activation in ACTIVATIONS:
+    for activation in FUNCTIONS:
         weights = stacks(4, activation)
         given = (rows, torch.tensor([33, 0, 1, 64]), weights.get("gate"), weights["up"], weights["down"], activation)
         torch.library.opcheck(torch.ops.forge_moe.batched_experts.default, given, test_utils=checks)

@@ -150,7 +150,7 @@ def biased_expert_by_expert(layer, states, routing):
             return getattr(experts, name)[expert].double() @ x + getattr(experts, f"{name}_bias")[expert].double()
 
         up = linear("up", tokens[token])
-        if layer.config.activation == "gelu":
+        if layer.experts.gate is None:
             inner = F.gelu(up)
         elif layer.config.activation is None:
             inner = F.silu(linear("gate", tokens[token])) * up
@@ -224,9 +224,10 @@ def test_biases_are_scaled_with_the_weights_of_their_expert():
     [
         ({"activation_limit": 3.0}, 'has no effect without activation = "clamped_swiglu"'),
         ({"activation": "silu", "activation_slope": 1.0}, 'has no effect without activation = "clamped_swiglu"'),
-        ({"dense": {"name": "mlp", "activation": "silu", "gated": False}}, '"silu" without a gate, is none that'),
+        ({"activation": "clamped_swiglu", "gated": False}, "clamped_swiglu has a gate; remove gated, or choose"),
+        ({"dense": {"name": "mlp", "activation": "clamped_swiglu"}, "gated": False}, "clamped_swiglu has a gate"),
         ({**CLAMPED, "activation_limit": 0.0}, "activation_limit"),
-        ({"activation": "clamped_swiglo"}, "did you mean 'clamped_swiglu'"),
+        ({"activation": "clamped_swiglo"}, "Did you mean 'clamped_swiglu'"),
     ],
 )
 def test_settings_of_experts_that_contradict_each_other_are_refused(keys, sentence):
@@ -245,7 +246,7 @@ def test_one_expert_is_the_dense_layer():
 
 def test_each_expert_begins_as_a_layer_of_its_own_would():
     """Pitfall: one tensor of all experts whose fan or name an initialiser takes for something else."""
-    experts = Experts(8, 64, 96, "silu")
+    experts = Experts(8, 64, 96, F.silu, gated=True)
     experts.init_weights(SeededInitializer(0), "experts.", residual_std=0.005, std=0.02)
 
     for name, std in (("gate", 0.02), ("up", 0.02), ("down", 0.005)):

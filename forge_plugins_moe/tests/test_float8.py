@@ -7,6 +7,7 @@ import functools
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
@@ -14,6 +15,7 @@ from forge_core.errors import ConfigError
 from forge_core.job import ConfigProblems, load_job
 from forge_core.registry.catalog import Catalog
 from forge_core.registry.discovery import discover
+from forge_plugins_dense.activation import FUNCTIONS
 from forge_plugins_moe.dispatch import Assignments
 from forge_plugins_moe.experts import Experts
 from forge_plugins_moe.feed_forward import MoE
@@ -216,7 +218,7 @@ def test_the_kernel_compiles_to_one_graph_that_gives_the_same():
 
 
 def experts(*, in_float8: bool, hidden_dim: int = 32, dim: int = 16, activation: str = "silu") -> Experts:
-    layer = Experts(4, dim, hidden_dim, activation)
+    layer = Experts(4, dim, hidden_dim, FUNCTIONS[activation], gated=activation == "silu")
     generator = torch.Generator().manual_seed(1)
     for parameter in layer.parameters():
         nn.init.normal_(parameter, std=0.3, generator=generator)
@@ -275,7 +277,7 @@ def test_what_selective_checkpointing_keeps_is_not_multiplied_again(counting):
 
 def test_selective_checkpointing_keeps_what_the_kernel_gives(counting):
     with torch.device("meta"):
-        layer = Experts(4, 16, 32, "silu").bfloat16()
+        layer = Experts(4, 16, 32, F.silu, gated=True).bfloat16()
         rows, counts = torch.empty(100, 16, dtype=torch.bfloat16), torch.empty(4, dtype=torch.int64)
     layer.multiply_in_float8(HOPPER)
 
@@ -288,7 +290,7 @@ def test_selective_checkpointing_keeps_what_the_kernel_gives(counting):
 
 @pytest.mark.parametrize(("hidden_dim", "dim"), [(24, 16), (32, 8)])
 def test_features_that_float8_does_not_take_are_refused(hidden_dim, dim):
-    layer = Experts(2, dim, hidden_dim, "silu")
+    layer = Experts(2, dim, hidden_dim, F.silu, gated=True)
 
     with pytest.raises(ConfigError, match=f"of {hidden_dim} features on a rank and {dim} of a token, one is no mult"):
         layer.multiply_in_float8(None)
@@ -296,7 +298,7 @@ def test_features_that_float8_does_not_take_are_refused(hidden_dim, dim):
 
 @pytest.mark.parametrize("capability", [(8, 9), (10, 0), (12, 0)])
 def test_gpus_for_which_torch_has_no_kernel_are_refused(capability):
-    layer = Experts(2, 16, 32, "silu")
+    layer = Experts(2, 16, 32, F.silu, gated=True)
 
     with pytest.raises(ConfigError, match=rf"9\.0 \(H100, H200\), and on none with {capability[0]}\.{capability[1]}"):
         layer.multiply_in_float8(capability)

@@ -525,6 +525,7 @@ SIGMOID: dict[str, Any] = {"router": "sigmoid_topk", "shared_experts": 1}
         ({"rotary_fraction": 0.5}, {}, "rotary_fraction must be 1"),
         ({}, {"first_dense": 1}, "all layers must be sparse"),
         ({}, {"activation": "relu"}, "activation must be silu"),
+        ({}, {"gated": False}, "activation must be silu, with a gate"),
         ({}, {"capacity_factor": 1.0}, "no capacity_factor"),
         ({}, {"bias": True}, "MixtralForCausalLM: there must be no bias"),
         ({}, {"router": {"name": "softmax_topk", "gate_bias": True}}, "there must be no gate_bias"),

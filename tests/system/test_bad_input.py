@@ -364,7 +364,10 @@ def test_a_directory_that_cannot_be_written_to(refused, tiny):
     ("overrides", "key"),
     [
         (["model.dim=64"], "model.dim: 32 -> 64"),
-        (["model.feed_forward.activation=gelu"], "model.feed_forward.activation: 'silu' -> 'gelu'"),
+        (
+            ["model.feed_forward.activation=gelu"],
+            "activation.name: 'forge-plugins-dense:silu' -> 'forge-plugins-dense:gelu'",
+        ),
         (["train.seq_len=16"], "train.seq_len: 32 -> 16"),
         (["train.seed=1"], "train.seed: 42 -> 1"),
         (["data.shuffle=false"], "data.shuffle"),

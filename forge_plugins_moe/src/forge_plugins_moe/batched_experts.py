@@ -9,6 +9,7 @@ Shapes: R = rows, E = experts, D = width of the residual stream, H = width of an
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -25,10 +26,18 @@ _BATCH = 128
 1024 × 1408."""
 
 Function = Callable[..., torch.Tensor]
-_ACTIVATIONS: dict[str, tuple[Function, Function]] = {
+ACTIVATIONS: dict[str, tuple[Function, Function]] = {
     "silu": (torch.ops.aten.silu, torch.ops.aten.silu_backward),
     "gelu": (torch.ops.aten.gelu, torch.ops.aten.gelu_backward),
+    "gelu_tanh": (
+        functools.partial(torch.ops.aten.gelu, approximate="tanh"),
+        functools.partial(torch.ops.aten.gelu_backward, approximate="tanh"),
+    ),
     "relu": (torch.ops.aten.relu, lambda gradient, hidden: torch.ops.aten.threshold_backward(gradient, hidden, 0)),
+    "relu2": (
+        lambda hidden, out: torch.ops.aten.relu(hidden, out=out).square_(),
+        lambda gradient, hidden: gradient * torch.ops.aten.relu(hidden) * 2,
+    ),
 }
 """Each with its backward, which is given the gradient and what the activation was given."""
 
@@ -70,7 +79,7 @@ def _forward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The output, and for backward the rows with those of zeros, ``(P, D)``, and ``(2 or 4, P, H)``: what ``up`` gave,
     what ``down`` was given; with a ``gate``, what it gave, and the activation of that."""
-    activate, _ = _ACTIVATIONS[activation]
+    activate, _ = ACTIVATIONS[activation]
     layout = _Layout.of(counts)
     x, between = _kept(rows, gate, up)
     y = torch.empty_like(x)
@@ -114,7 +123,7 @@ def _backward(
     activation: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of rows, ``gate`` (empty without one), ``up`` and ``down``."""
-    _, of_activation = _ACTIVATIONS[activation]
+    _, of_activation = ACTIVATIONS[activation]
     layout = _Layout.of(counts)
     of_x, of_y = torch.empty_like(x), torch.empty_like(x)
     of_gate, of_up, of_down = _like(gate, up), torch.empty_like(up), torch.empty_like(down)

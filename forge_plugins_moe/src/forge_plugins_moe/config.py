@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import attrs
 from attrs.validators import ge, gt, optional
 
 from forge_core.api import ComponentRef, Slot
-from forge_plugins_dense.config import Activation
+from forge_plugins_dense.activation_config import CLAMPED_SWIGLU, SILU, as_activation
 from forge_plugins_dense.feed_forward_config import MLPConfig
 
 if TYPE_CHECKING:
     from forge_core.config.sections import Job
 
 DropPolicy = Literal["weight", "position"]
-ExpertActivation = Literal[Activation, "clamped_swiglu"]
 
 FLOAT8_MULTIPLE = 16
 """What an expert's features must be multiples of for products in float8: rows then begin at 16 bytes."""
@@ -122,20 +121,26 @@ class WatchConfig:
     product ``(E, T) · (T, E)``."""
 
 
-def _is_known_to_experts(config: MoEConfig, _: attrs.Attribute[Any], value: str | None) -> None:
-    dense = config.dense.config
-    if value is not None or not isinstance(dense, MLPConfig):
-        return
-    is_gated = dense.activation in ("silu", "clamped_swiglu")
-    if dense.activation not in get_args(ExpertActivation) or dense.is_gated != is_gated:
-        raise ValueError(
-            f"must be given, one of {', '.join(get_args(ExpertActivation))}: that of the dense layer, "
-            f'"{dense.activation}" {"with" if dense.is_gated else "without"} a gate, is none that experts have'
-        )
+def _is_known_to_experts(config: MoEConfig, _: attrs.Attribute[Any], value: ComponentRef | None) -> None:
+    try:
+        as_activation(_of_dense(config) if value is None else value)
+    except ValueError as error:
+        raise ValueError(f"must be given: that of the dense layer {error}") from error
+
+
+def _of_dense(config: MoEConfig) -> ComponentRef | str:
+    """The activation of the dense layer, which may be any package's."""
+    return getattr(config.dense.config, "activation", None) or SILU
+
+
+def _is_possible(config: MoEConfig, _: attrs.Attribute[bool | None], value: bool | None) -> None:
+    activation = _of_dense(config) if config.activation is None else config.activation
+    if value is False and activation == CLAMPED_SWIGLU:
+        raise ValueError("clamped_swiglu has a gate; remove gated, or choose another activation")
 
 
 def _with_clamp(config: MoEConfig, attribute: attrs.Attribute[float], value: float) -> None:
-    if value != attribute.default and config.activation != "clamped_swiglu":
+    if value != attribute.default and config.activation != CLAMPED_SWIGLU:
         raise ValueError('has no effect without activation = "clamped_swiglu"')
 
 
@@ -152,8 +157,12 @@ class MoEConfig:
     width_factor: float = attrs.field(default=1.0, validator=[gt(0), _is_the_only_width])
     """Scales the default ``hidden_dim``. With 1/m, m times as many experts and m times as many a token, as much is
     computed, in finer grains (Dai et al. 2024, arXiv 2401.06066)."""
-    activation: ExpertActivation | None = attrs.field(default=None, validator=_is_known_to_experts)
-    """As that of ``mlp``; by default that of the ``dense`` layer, with its limit and slope."""
+    activation: Annotated[ComponentRef | None, Slot("activation")] = attrs.field(
+        default=None, validator=_is_known_to_experts
+    )
+    """As that of ``mlp``; by default that of the ``dense`` layer, with its limit, slope and gate."""
+    gated: bool | None = attrs.field(default=None, validator=_is_possible)
+    """As that of ``mlp``; by default as that of the ``dense`` layer, or as ``activation`` has it."""
     activation_limit: float = attrs.field(default=7.0, validator=[gt(0), _with_clamp])
     """The limit of ``clamped_swiglu``."""
     activation_slope: float = attrs.field(default=1.702, validator=[gt(0), _with_clamp])
@@ -192,6 +201,26 @@ class MoEConfig:
     check_routing: bool = False
     """Look in each forward whether the router keeps its contract, and name the router and the tensor if not. The host
     waits for the device."""
+
+    @property
+    def expert(self) -> MLPConfig:
+        """A layer with the activation of experts, and their gate.
+
+        Raises:
+            ValueError: that of the ``dense`` layer is not known.
+        """
+        dense = self.dense.config
+        if self.activation is not None:
+            layer = MLPConfig(
+                activation=self.activation,
+                activation_limit=self.activation_limit,
+                activation_slope=self.activation_slope,
+            )
+        elif isinstance(dense, MLPConfig):
+            layer = dense
+        else:
+            layer = MLPConfig(activation=_of_dense(self))
+        return attrs.evolve(layer, gated=layer.is_gated if self.gated is None else self.gated)
 
     def is_sparse(self, layer: int) -> bool:
         """Return whether the block of this index is sparse."""

@@ -10,17 +10,16 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from forge_core.contracts.model import Initializer, ParameterRole
 from forge_core.errors import ConfigError
 from forge_core.ops.accumulate import unchanged
-from forge_plugins_dense.feed_forward import Clamp
+from forge_plugins_dense.activation import FUNCTIONS, Activation, Clamp, activated
 from forge_plugins_dense.initial_values import normal, zeros
 from forge_plugins_moe.batched_experts import batched_experts, in_batches
-from forge_plugins_moe.config import FLOAT8_MULTIPLE, ExpertActivation
+from forge_plugins_moe.config import FLOAT8_MULTIPLE
 from forge_plugins_moe.dispatch import Assignments, Dispatcher, LocalDispatcher
 from forge_plugins_moe.float8_product import emulated_float8_product, float8_product
 from forge_plugins_moe.grouped import Product, grouped_product
@@ -31,8 +30,7 @@ _MOST = 10.0
 
 
 class Experts(nn.Module):
-    """``E`` feed-forward layers, each SwiGLU (``silu``, or with a ``clamp``) or of two matrices, in stacks ``(E, out,
-    in)``. Biases are ``(E, out)``.
+    """``E`` feed-forward layers, with a gate or of two matrices, in stacks ``(E, out, in)``; biases are ``(E, out)``.
 
     Which rows an expert works on is its dispatcher's to say.
     """
@@ -44,22 +42,23 @@ class Experts(nn.Module):
         n_experts: int,
         dim: int,
         hidden_dim: int,
-        activation: ExpertActivation,
+        activation: Activation | Clamp,
         *,
+        gated: bool,
         bias: bool = False,
-        clamp: Clamp | None = None,
         scale_gradients: bool = False,
     ) -> None:
         super().__init__()
         self.n_experts, self.hidden_dim = n_experts, hidden_dim
         self.first_expert = 0
         """Of this rank's."""
-        self.activation, self.clamp = activation, clamp
-        is_gated = clamp is not None or activation == "silu"
-        self.gate = nn.Parameter(torch.empty(n_experts, hidden_dim, dim)) if is_gated else None
+        self.activate = activation
+        self.batched = next((name for name, function in FUNCTIONS.items() if function is activation), None)
+        """Its name, if ``batched_experts`` has it."""
+        self.gate = nn.Parameter(torch.empty(n_experts, hidden_dim, dim)) if gated else None
         self.up = nn.Parameter(torch.empty(n_experts, hidden_dim, dim))
         self.down = nn.Parameter(torch.empty(n_experts, dim, hidden_dim))
-        self.gate_bias = nn.Parameter(torch.empty(n_experts, hidden_dim)) if bias and is_gated else None
+        self.gate_bias = nn.Parameter(torch.empty(n_experts, hidden_dim)) if bias and gated else None
         self.up_bias = nn.Parameter(torch.empty(n_experts, hidden_dim)) if bias else None
         self.down_bias = nn.Parameter(torch.empty(n_experts, dim)) if bias else None
         self.register_buffer("gradient_scale", torch.empty(n_experts) if scale_gradients else None)
@@ -97,16 +96,13 @@ class Experts(nn.Module):
         """
         gate = None if self.gate is None else self._local(self.gate)
         up, down = self._local(self.up), self._local(self.down)
-        is_plain = self.clamp is None and self.up_bias is None
-        if is_plain and self.product is grouped_product and in_batches(rows):
-            return batched_experts(rows, counts, gate, up, down, self.activation)
+        is_plain = self.up_bias is None and self.product is grouped_product
+        if self.batched is not None and is_plain and in_batches(rows):
+            return batched_experts(rows, counts, gate, up, down, self.batched)
         multiply = self.product(counts, up)
         raised = self._biased(multiply(rows, up), self.up_bias, counts)
-        if gate is None:
-            hidden = (F.gelu if self.activation == "gelu" else F.relu)(raised)
-        else:
-            gated = self._biased(multiply(rows, gate), self.gate_bias, counts)
-            hidden = F.silu(gated) * raised if self.clamp is None else self.clamp(gated, raised)
+        gated = None if gate is None else self._biased(multiply(rows, gate), self.gate_bias, counts)
+        hidden = activated(self.activate, raised, gated)
         # of a part of the hidden features, the output is a part of the sum, which has as much of the bias
         return self._biased(multiply(hidden, down), self.down_bias, counts, up.shape[1] / self.hidden_dim)
 

@@ -9,6 +9,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+import attrs
 import torch
 from torch import nn
 
@@ -20,9 +21,9 @@ from forge_core.errors import ConfigError, PluginError
 from forge_core.ops.accumulate import accumulate
 from forge_core.ops.auxiliary_loss import attach_auxiliary_loss
 from forge_core.train.initialisation import SeededInitializer
-from forge_plugins_dense.feed_forward import Clamp
+from forge_plugins_dense.activation import make_activation
 from forge_plugins_moe.capacity import drop_beyond_capacity
-from forge_plugins_moe.config import ExpertActivation, MoEConfig
+from forge_plugins_moe.config import MoEConfig
 from forge_plugins_moe.dispatch import Assignments, count_by_expert
 from forge_plugins_moe.experts import Experts
 from forge_plugins_moe.overlap import Meanwhile
@@ -59,10 +60,7 @@ class MoE(nn.Module):
 
     def __init__(self, config: MoEConfig, *, dim: int, build: Builder) -> None:
         super().__init__()
-        own: Any = config if config.activation is not None else config.dense.config
-        activation: ExpertActivation = getattr(own, "activation", "silu")
-        clamp = Clamp(own.activation_limit, own.activation_slope) if activation == "clamped_swiglu" else None
-        hidden_dim = _width(config, dim)
+        expert, hidden_dim = config.expert, _width(config, dim)
         self.config = config
         self.router = build(config.router, dim=dim, n_experts=config.n_experts)
         if unknown := sorted(self.needs.difference(TOKEN_FACTS)):
@@ -74,15 +72,16 @@ class MoE(nn.Module):
             config.n_experts,
             dim,
             hidden_dim,
-            activation,
+            make_activation(expert, build),
+            gated=expert.is_gated,
             bias=config.bias,
-            clamp=clamp,
             scale_gradients=config.scale_gradients,
         )
         self.shared: SharedExperts | None = None
         if config.shared_experts:
             width = config.shared_experts * (config.shared_hidden_dim or hidden_dim)
-            self.shared = SharedExperts(dim, width, activation, clamp=clamp, gated=config.shared_gate)
+            wide = attrs.evolve(expert, hidden_dim=width, multiplier=1.0, bias=False)
+            self.shared = SharedExperts(wide, dim=dim, gated=config.shared_gate, build=build)
         self.register_buffer("load", torch.empty(config.n_experts), persistent=False)
         self.register_buffer("dropped", torch.empty(config.n_experts), persistent=False)
         self.register_buffer("last_load", torch.empty(config.n_experts), persistent=False)

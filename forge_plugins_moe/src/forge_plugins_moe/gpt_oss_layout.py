@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 import attrs
 
 from forge_core.errors import ConfigError
+from forge_plugins_dense.activation_config import CLAMPED_SWIGLU
 from forge_plugins_dense.config import TransformerConfig
 from forge_plugins_dense.decoder_layout import Table
 from forge_plugins_dense.feed_forward_config import MLPConfig
@@ -136,7 +137,7 @@ _OF_EXPERTS = (
 def _problems(config: TransformerConfig) -> Iterator[str]:
     moe, router = moe_of(config), softmax_router(config)
     yield from all_sparse_problems(config)
-    if moe.activation != "clamped_swiglu":
+    if moe.activation != CLAMPED_SWIGLU:
         yield "activation must be clamped_swiglu"
     if not moe.bias:
         yield "experts must have a bias"

@@ -14,6 +14,7 @@ import attrs
 
 from forge_core.errors import ConfigError
 from forge_plugins_dense import huggingface as dense
+from forge_plugins_dense.activation_config import SILU
 from forge_plugins_dense.config import TransformerConfig
 from forge_plugins_dense.huggingface_layers import (
     used_windows_from_hf,
@@ -174,8 +175,8 @@ def _problems(config: TransformerConfig, architecture: Architecture) -> Iterator
         yield "rotary_fraction must be 1"
     if config.windows and architecture.windows is None:
         yield "there must be no window"
-    if (moe.activation or mlp_of(config).activation) != "silu":
-        yield "the activation must be silu"
+    if (moe.activation or mlp_of(config).activation) != SILU or not moe.expert.is_gated:
+        yield "the activation must be silu, with a gate"
     if moe.bias or getattr(moe.router.config, "gate_bias", False):
         yield f"there must be no {'bias' if moe.bias else 'gate_bias'}"
     if moe.capacity_factor is not None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from forge_core.contracts.builder import Builder
 from forge_core.contracts.model import Initializer, ShardRole
-from forge_plugins_dense.feed_forward import MLP, Clamp
+from forge_plugins_dense.feed_forward import MLP
 from forge_plugins_dense.feed_forward_config import MLPConfig
 from forge_plugins_dense.initial_values import normal
-from forge_plugins_moe.config import ExpertActivation
 
 
 class SharedExperts(MLP):
@@ -19,11 +19,8 @@ class SharedExperts(MLP):
     is the same however the layer is cut.
     """
 
-    def __init__(
-        self, dim: int, hidden_dim: int, activation: ExpertActivation, *, clamp: Clamp | None, gated: bool
-    ) -> None:
-        super().__init__(MLPConfig(hidden_dim=hidden_dim, activation=activation), dim=dim)
-        self.clamp = clamp
+    def __init__(self, config: MLPConfig, *, dim: int, gated: bool, build: Builder) -> None:
+        super().__init__(config, dim=dim, build=build)
         self.share = nn.Linear(dim, 1, bias=False) if gated else None
 
     def forward(self, hidden: torch.Tensor, valid: torch.Tensor | None = None) -> torch.Tensor:

@@ -21,6 +21,7 @@ from forge_core.contracts.model import canonical_name
 from forge_core.contracts.router import Routing
 from forge_core.errors import ConfigError
 from forge_core.train.initialisation import SeededInitializer, named_tensors
+from forge_plugins_dense.activation_config import CLAMPED_SWIGLU
 from forge_plugins_moe.feed_forward import MoE
 
 PRESERVED = 1e-5
@@ -261,7 +262,7 @@ def _refuse_layer(layer: str, part: MoE, dense: Mapping[str, torch.Tensor], how:
         raise ConfigError(
             f"{layer}: nothing of a dense layer is shared by experts; set shared_experts = 0 in the sparse model"
         )
-    if part.config.bias or part.config.activation == "clamped_swiglu":
+    if part.config.bias or part.config.activation == CLAMPED_SWIGLU:
         key = "bias" if part.config.bias else "activation"
         raise ConfigError(
             f"{layer}: {key} of experts does not come from a dense layer; leave out {key} in the sparse model"

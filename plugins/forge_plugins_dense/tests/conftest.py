@@ -16,12 +16,12 @@ from forge_plugins_dense.transformer import Transformer
 
 
 def build(use: ComponentRef, /, **given: Any) -> Any:
-    """As the engine does, ``build`` for factories that ask for it."""
+    """As the engine does: ``build`` and what is optional for factories that ask for it."""
     module, name = use.factory.split(":")
     factory = getattr(importlib.import_module(module), name)
-    if "build" in inspect.signature(factory).parameters:
-        given["build"] = build
-    return factory(use.config, **given)
+    given["build"] = build
+    optional = {"build", "activation_limit", "activation_slope"} - inspect.signature(factory).parameters.keys()
+    return factory(use.config, **{key: value for key, value in given.items() if key not in optional})
 
 
 def mlp(**keys: Any) -> ComponentRef:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from forge_plugins_dense.testing.activation import ActivationConformance
 from forge_plugins_dense.testing.norm import NormConformance
 from forge_plugins_dense.testing.predictor import PredictorConformance
 from forge_testing.feed_forward import FeedForwardConformance
@@ -66,6 +67,26 @@ class TestSwiGLU(FeedForwardConformance):
 class TestTwoMatrices(FeedForwardConformance):
     component = "forge-plugins-dense:mlp"
     config: ClassVar = {"hidden_dim": 24, "activation": "relu"}
+
+
+class TestSiLU(ActivationConformance):
+    component = "forge-plugins-dense:silu"
+
+
+class TestGELU(ActivationConformance):
+    component = "forge-plugins-dense:gelu"
+
+
+class TestTanhGELU(ActivationConformance):
+    component = "forge-plugins-dense:gelu_tanh"
+
+
+class TestReLU(ActivationConformance):
+    component = "forge-plugins-dense:relu"
+
+
+class TestSquaredReLU(ActivationConformance):
+    component = "forge-plugins-dense:relu2"
 
 
 class TestRMSNorm(NormConformance):

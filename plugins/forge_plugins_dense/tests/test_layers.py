@@ -93,9 +93,9 @@ def test_norms_are_computed_in_fp32(dtype):
         ("relu", lambda mlp, x: F.linear((x @ mlp.up.weight.T).clamp(min=0), mlp.down.weight)),
     ],
 )
-def test_mlp_is_its_formula(activation, formula):
+def test_mlp_is_its_formula(activation, formula, build):
     torch.manual_seed(0)
-    mlp = MLP(MLPConfig(hidden_dim=24, activation=activation), dim=8, layer=0, n_layers=1, build=None)
+    mlp = MLP(MLPConfig(hidden_dim=24, activation=activation), dim=8, layer=0, n_layers=1, build=build)
     x = torch.randn(2, 3, 8)
 
     torch.testing.assert_close(mlp(x), formula(mlp, x))
@@ -103,12 +103,12 @@ def test_mlp_is_its_formula(activation, formula):
     assert set(mlp.parallel_plan()) == {name.removesuffix(".weight") for name in mlp.parameter_roles()}
 
 
-def test_clamped_swiglu_is_its_formula_and_ends_gradients_at_the_limit():
+def test_clamped_swiglu_is_its_formula_and_ends_gradients_at_the_limit(build):
     torch.manual_seed(0)
     config = MLPConfig(
         hidden_dim=24, activation="clamped_swiglu", activation_limit=0.3, activation_slope=1.3, bias=True
     )
-    mlp = MLP(config, dim=8, layer=0, n_layers=1, build=None)
+    mlp = MLP(config, dim=8, layer=0, n_layers=1, build=build)
     x = torch.randn(2, 3, 8)
 
     exact, precise = copy.deepcopy(mlp).double(), x.double()

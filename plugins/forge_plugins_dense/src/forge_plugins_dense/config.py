@@ -31,8 +31,6 @@ MIN_FLEX_FEATURES = 16
 """A head's features from which on FlexAttention has a kernel for CUDA."""
 """Kernels that exist on CUDA only; ``flash`` and ``math`` exist on the CPU too."""
 NormPlacement = Literal["input", "output", "both"]
-Activation = Literal["silu", "gelu", "relu"]
-"""Of experts."""
 AttentionBias = Literal["none", "qkv", "all"]
 QKNormOver = Literal["head", "all"]
 InitDepth = Literal["model", "layer"]

@@ -302,7 +302,9 @@ def _computed(config: TransformerConfig) -> Table:
         mlp = one.feed_forward.config
         known = isinstance(mlp, MLPConfig)
         found[f"feed_forward of layer {number}"] = (
-            [mlp.width(config.dim), mlp.activation, mlp.is_gated, mlp.bias] if known else one.feed_forward.name
+            [mlp.width(config.dim), mlp.activation.qualified_name, mlp.is_gated, mlp.bias]
+            if known
+            else one.feed_forward.name
         )
     return found
 

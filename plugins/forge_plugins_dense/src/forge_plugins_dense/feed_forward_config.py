@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import attrs
 from attrs.validators import gt, optional
 
+from forge_core.api import ComponentRef, Slot
+from forge_plugins_dense.activation_config import CLAMPED_SWIGLU, as_activation
+
 if TYPE_CHECKING:
     from forge_core.config.sections import Job
-
-MLPActivation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "clamped_swiglu"]
 
 
 def _has_effect(config: MLPConfig, _: attrs.Attribute[float], value: float) -> None:
@@ -21,12 +22,12 @@ def _has_effect(config: MLPConfig, _: attrs.Attribute[float], value: float) -> N
 
 
 def _with_clamp(config: MLPConfig, attribute: attrs.Attribute[float], value: float) -> None:
-    if value != attribute.default and config.activation != "clamped_swiglu":
+    if value != attribute.default and config.activation != CLAMPED_SWIGLU:
         raise ValueError('has no effect without activation = "clamped_swiglu"')
 
 
 def _is_possible(config: MLPConfig, _: attrs.Attribute[bool | None], value: bool | None) -> None:
-    if value is False and config.activation == "clamped_swiglu":
+    if value is False and config.activation == CLAMPED_SWIGLU:
         raise ValueError("clamped_swiglu has a gate; remove gated, or choose another activation")
 
 
@@ -38,25 +39,28 @@ class MLPConfig:
     """Width of the hidden layer; by default ``8/3 · dim · multiplier``, rounded up to a multiple of 256 (Llama)."""
     multiplier: float = attrs.field(default=1.0, validator=[gt(0), _has_effect])
     """Scales the default ``hidden_dim``."""
-    activation: MLPActivation = "silu"
+    activation: Annotated[ComponentRef, Slot("activation", default="silu")] = attrs.field(
+        default="silu",  # type: ignore[assignment]  # what the converter takes
+        converter=as_activation,
+    )
     """``gelu`` is exact, ``gelu_tanh`` its approximation (GPT-2, Gemma); ``relu2`` is ``relu(x)²`` (Primer).
     ``clamped_swiglu`` is ``(u + 1) · g · σ(slope · g)`` of what ``gate`` gives, at most the limit, and of what ``up``
-    gives, within the limit on both sides (gpt-oss)."""
+    gives, within the limit on both sides (gpt-oss). Packages bring others."""
     activation_limit: float = attrs.field(default=7.0, validator=[gt(0), _with_clamp])
     """The limit of ``clamped_swiglu``."""
     activation_slope: float = attrs.field(default=1.702, validator=[gt(0), _with_clamp])
     """The slope of ``clamped_swiglu``."""
     gated: bool | None = attrs.field(default=None, validator=_is_possible)
     """Three matrices, ``down(activation(gate(x)) · up(x))``: SwiGLU with ``silu``, GeGLU with ``gelu_tanh``; or two,
-    ``down(activation(up(x)))``. By default, ``silu`` is gated and the others are not;
-    ``clamped_swiglu`` is in any case."""
+    ``down(activation(up(x)))``. By default, ``silu`` is gated and the others of this
+    package are not; ``clamped_swiglu`` is in any case."""
     bias: bool = False
     """Add a bias in each of the matrices."""
 
     @property
     def is_gated(self) -> bool:
         """``gated``, the default filled in."""
-        return self.activation in ("silu", "clamped_swiglu") if self.gated is None else self.gated
+        return bool(getattr(self.activation.config, "gated_by_default", False)) if self.gated is None else self.gated
 
     def width(self, dim: int) -> int:
         """Width of the hidden layer in a model of width ``dim``."""

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from forge_core.errors import ConfigError
+from forge_plugins_dense.activation_config import as_activation
 from forge_plugins_dense.config import TransformerConfig
 from forge_plugins_dense.decoder_layout import DecoderLayout, Fused, Table, rows
 from forge_plugins_dense.huggingface import ACTIVATIONS, activation_to_hf, rope_from_hf, rope_to_hf
@@ -195,6 +196,6 @@ def _two_matrices(hf: Mapping[str, Any], key: str) -> Table:
 def _activation(config: TransformerConfig) -> str:
     return (
         "gelu_new"
-        if config.feed_forward.config.activation == "gelu_tanh"
+        if config.feed_forward.config.activation == as_activation("gelu_tanh")
         else activation_to_hf(config.feed_forward.config)
     )

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import attrs
 
 from forge_core.errors import ConfigError
+from forge_plugins_dense.activation_config import as_activation
 from forge_plugins_dense.config import TransformerConfig
 from forge_plugins_dense.feed_forward_config import MLPConfig
 from forge_plugins_dense.huggingface_layers import (
@@ -329,9 +330,9 @@ def activation_to_hf(feed_forward: MLPConfig) -> str:
         ConfigError: they have none.
     """
     for theirs, ours in ACTIVATIONS.items():
-        if ours == feed_forward.activation:
+        if as_activation(ours) == feed_forward.activation:
             return theirs
-    raise ConfigError(f'activation = "{feed_forward.activation}" has no Hugging Face form in a dense layer')
+    raise ConfigError(f'activation = "{feed_forward.activation.name}" has no Hugging Face form in a dense layer')
 
 
 def rope_to_hf(config: TransformerConfig) -> dict[str, Any]:

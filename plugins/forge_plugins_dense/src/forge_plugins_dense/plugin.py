@@ -12,6 +12,13 @@ FORGE_API = "1.0"
 @hookimpl
 def forge_kinds() -> Iterator[Kind]:
     yield Kind(
+        name="activation",
+        hook="forge_activations",
+        summary="the function between the products of a feed-forward layer, feature by feature",
+        contract="forge_plugins_dense.activation:Activation",
+        optional=("activation_limit", "activation_slope"),
+    )
+    yield Kind(
         name="norm",
         hook="forge_norms",
         summary="a decoder's norm: what its layers read of the residual stream, position by position",
@@ -65,6 +72,24 @@ def forge_feed_forwards() -> Iterator[Component]:
         factory="forge_plugins_dense.feed_forward:MLP",
         config="forge_plugins_dense.feed_forward_config:MLPConfig",
     )
+
+
+@hookimpl
+def forge_activations() -> Iterator[Component]:
+    for name, gated, summary in (
+        ("silu", "Gated", "x · σ(x), by default with a gate: SwiGLU (Llama)"),
+        ("gelu", "", "GELU, exact"),
+        ("gelu_tanh", "", "GELU by its approximation with tanh (GPT-2, Gemma)"),
+        ("relu", "", "ReLU"),
+        ("relu2", "", "squared ReLU (Primer, Nemotron)"),
+        ("clamped_swiglu", "Gated", "SwiGLU within limits, with keys of the layer (gpt-oss)"),
+    ):
+        yield Component(
+            name=name,
+            summary=summary,
+            factory=f"forge_plugins_dense.activation:{name}",
+            config=f"forge_plugins_dense.activation_config:{gated}ActivationConfig",
+        )
 
 
 @hookimpl

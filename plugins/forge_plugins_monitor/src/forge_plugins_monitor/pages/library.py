@@ -19,6 +19,7 @@ LEFT_OUT = (
     *("describe-a-weight-layout.md", "moe-layouts.md", "sparse-autoencoders.md", "vlm-architectures.md"),
     *("how-to/log-captions.md", "how-to/study-optimizers.md", "image-data.md", "interventions.md", "walk.md"),
     *("look-into-a-model.md", "mixtures.md", "plan.md", "preference-tuning.md", "studies.md", "vision-language.md"),
+    "hooks/forge_activations.md",
     *("replicas.md", "stores.md", "write-a-mirror.md", "write-a-mixer.md", "write-an-encoder.md"),
 )
 """Pages for those who work on Forge itself, and pages that few need."""

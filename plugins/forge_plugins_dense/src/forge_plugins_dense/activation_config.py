@@ -1,0 +1,55 @@
+"""The choice of an activation. Nothing here imports torch."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import attrs
+
+from forge_core.api import ComponentRef
+
+
+@attrs.frozen(kw_only=True)
+class ActivationConfig:
+    """Base class of the configs of activations, with what a layer asks them. A config that is not derived from it
+    counts as this class."""
+
+    gated_by_default: ClassVar[bool] = False
+    """Of a layer that does not say."""
+
+
+@attrs.frozen(kw_only=True)
+class GatedActivationConfig(ActivationConfig):
+    """An activation of gates."""
+
+    gated_by_default: ClassVar[bool] = True
+
+
+OWN: dict[str, type[ActivationConfig]] = {
+    "silu": GatedActivationConfig,
+    **dict.fromkeys(("gelu", "gelu_tanh", "relu", "relu2"), ActivationConfig),
+    "clamped_swiglu": GatedActivationConfig,
+}
+"""The activations of this package, with the classes of their configs."""
+
+
+def as_activation(activation: ComponentRef | str) -> ComponentRef:
+    """A choice of activation, which may be given as the name of one of this package.
+
+    Raises:
+        ValueError: it has none of this name.
+    """
+    if isinstance(activation, ComponentRef):
+        return activation
+    if activation not in OWN:
+        raise ValueError(f"must be a component or one of {', '.join(OWN)}, got {activation!r}")
+    return ComponentRef(
+        kind="activation",
+        name=activation,
+        provider="forge-plugins-dense",
+        factory=f"forge_plugins_dense.activation:{activation}",
+        config=OWN[activation](),
+    )
+
+
+SILU, CLAMPED_SWIGLU = map(as_activation, ("silu", "clamped_swiglu"))
