@@ -88,6 +88,20 @@ def test_every_activation_of_the_dense_layer_is_batched():
     assert ACTIVATIONS.keys() == FUNCTIONS.keys()
 
 
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_an_activation_and_its_backward_are_those_of_the_function(name):
+    """In float64: bf16 does not tell a GELU from its approximation."""
+    x = torch.linspace(-4, 4, 101, dtype=torch.float64, requires_grad=True)
+    activate, backward = ACTIVATIONS[name]
+    expected = FUNCTIONS[name](x)
+
+    found = activate(x.detach(), out=torch.empty_like(x))
+
+    torch.testing.assert_close(found, expected)
+    (gradient,) = torch.autograd.grad(expected, x, x.detach().sin())
+    torch.testing.assert_close(backward(x.detach().sin(), x.detach()), gradient)
+
+
 def test_experts_in_bf16_are_batched_and_others_are_not(monkeypatch):
     called = []
     monkeypatch.setattr("forge_plugins_moe.experts.batched_experts", lambda *given: called.append(given) or given[0])
