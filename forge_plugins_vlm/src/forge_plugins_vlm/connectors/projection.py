@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping
 from itertools import pairwise
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from forge_core.contracts.model import Initializer, ParameterRole
+from forge_plugins_dense.activation import FUNCTIONS
 from forge_plugins_vlm.connectors.projection_config import Activation
 from forge_plugins_vlm.initial_values import init_layer
-
-ACTIVATIONS: Mapping[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
-    "gelu": F.gelu,
-    "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
-    "relu": F.relu,
-    "silu": F.silu,
-}
 
 
 class Projection(nn.Module):
@@ -39,7 +30,7 @@ class Projection(nn.Module):
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """``(…, in)`` to ``(…, out)``."""
         for number, layer in enumerate(self.layers):
-            hidden = layer(ACTIVATIONS[self.activation](hidden) if number else hidden)
+            hidden = layer(FUNCTIONS[self.activation](hidden) if number else hidden)
         return hidden
 
     def init_weights(self, rng: Initializer, prefix: str) -> None:

@@ -9,10 +9,11 @@ import torch
 from torch import nn
 
 from forge_core.contracts.model import Initializer, ParameterRole
+from forge_plugins_dense.activation import FUNCTIONS
 from forge_plugins_dense.initial_values import normal
 from forge_plugins_dense.norm import init_norm
 from forge_plugins_vlm.connectors.attention import MediaAttention
-from forge_plugins_vlm.connectors.projection import ACTIVATIONS, Projection, role_of
+from forge_plugins_vlm.connectors.projection import Projection, role_of
 from forge_plugins_vlm.connectors.resampler_config import ResamplerConfig
 from forge_plugins_vlm.contracts.vision_encoder import Grid
 from forge_plugins_vlm.initial_values import init_layer
@@ -63,7 +64,7 @@ class ResamplerLayer(nn.Module):
         queries = self.query_norm(hidden)
         media = torch.cat((self.media_norm(features), queries), dim=1)
         hidden = hidden + self.attention(queries, media)
-        added: torch.Tensor = hidden + self.down(ACTIVATIONS[self.activation](self.up(self.mlp_norm(hidden))))
+        added: torch.Tensor = hidden + self.down(FUNCTIONS[self.activation](self.up(self.mlp_norm(hidden))))
         return added
 
     def init_weights(self, rng: Initializer, prefix: str) -> None:

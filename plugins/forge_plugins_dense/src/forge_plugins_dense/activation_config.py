@@ -15,7 +15,7 @@ class ActivationConfig:
     counts as this class."""
 
     gated_by_default: ClassVar[bool] = False
-    """Of a layer that does not say."""
+    """A layer that does not say has a gate."""
 
 
 @attrs.frozen(kw_only=True)

@@ -19,7 +19,11 @@ LEFT_OUT = (
     *("describe-a-weight-layout.md", "moe-layouts.md", "sparse-autoencoders.md", "vlm-architectures.md"),
     *("how-to/log-captions.md", "how-to/study-optimizers.md", "image-data.md", "interventions.md", "walk.md"),
     *("look-into-a-model.md", "mixtures.md", "plan.md", "preference-tuning.md", "studies.md", "vision-language.md"),
-    "hooks/forge_activations.md",
+    *("hooks/forge_activations.md", "hooks/forge_connectors.md", "hooks/forge_fusions.md"),
+    *("hooks/forge_image_processors.md", "hooks/forge_norms.md", "hooks/forge_parallel_passes.md"),
+    *("hooks/forge_representation_metrics.md", "hooks/forge_sequence_mixers.md", "hooks/forge_vision_encoders.md"),
+    *("hooks/forge_models.md", "hooks/forge_supervisors.md", "hooks/forge_warm_starts.md"),
+    *("hooks/forge_weight_layouts.md", "hooks/forge_phase_plans.md", "command-line.md"),
     *("replicas.md", "stores.md", "write-a-mirror.md", "write-a-mixer.md", "write-an-encoder.md"),
 )
 """Pages for those who work on Forge itself, and pages that few need."""
