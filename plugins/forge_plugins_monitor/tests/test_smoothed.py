@@ -172,6 +172,16 @@ def test_after_a_rollback_it_is_as_at_the_checkpoint(tmp_path):
     assert lines.next(loss=0.0) == {"smoothed/loss": 6.0}
 
 
+def test_a_resumed_run_that_names_fewer_metrics_reports_these_alone(tmp_path):
+    before = Lines(tmp_path, metrics=("loss", "mfu"))
+    before.next(loss=8.0, mfu=0.5)
+    lines = Lines(tmp_path, metrics=("loss",))
+
+    lines.callback.load_state(before.callback.state(), 1)
+
+    assert lines.next(loss=4.0) == {"smoothed/loss": 8.0}
+
+
 def test_a_name_that_is_not_there_is_said_once_and_smoothed_from_where_it_comes(tmp_path):
     lines = Lines(tmp_path, metrics=("loss", "tokens_per_secnd", "auxiliary/balance"))
 
@@ -195,10 +205,19 @@ def test_with_a_pipeline_every_name_is_there_from_the_first_line_on(tmp_path):
     assert math.isnan(second["smoothed/mfu"])
 
 
-@pytest.mark.parametrize(("key", "value"), [("alpha", "0.0"), ("alpha", "1.5"), ("metrics", "[]")])
-def test_what_smooths_nothing_is_refused(tmp_path, capsys, key, value):
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("alpha", "0.0", "must be greater than 0"),
+        ("alpha", "1.5", "must be at most 1"),
+        ("metrics", "[]", "must not be empty"),
+        ("metrics", '["loss", "eval/loss"]', "'eval/loss' is of evaluations"),
+        ("metrics", '["loss", "mfu", "loss"]', "'loss' is named twice"),
+    ],
+)
+def test_what_smooths_nothing_is_refused(tmp_path, capsys, key, value, words):
     (tmp_path / "job.toml").write_text(JOB.partition("alpha")[0] + f"{key} = {value}")
 
     assert main(["validate", str(tmp_path / "job.toml")]) == 2
 
-    assert f"callbacks[0].{key}" in capsys.readouterr().err
+    assert f"callbacks[0].{key}: {words}" in capsys.readouterr().err

@@ -145,6 +145,14 @@ class ProfileConfig:
             yield "start", f"must be above warmup = {self.warmup}, got {self.start}"
 
 
+def _are_of_steps(_: object, __: attrs.Attribute[tuple[str, ...]], value: tuple[str, ...]) -> None:
+    for name in value:
+        if name.startswith("eval/"):
+            raise ValueError(f"{name!r} is of evaluations, and the lines of steps are smoothed; remove it")
+        if value.count(name) > 1:
+            raise ValueError(f"{name!r} is named twice; keep one")
+
+
 @attrs.frozen(kw_only=True)
 class SmoothedConfig:
     """What ``smoothed`` smooths, and how much."""
@@ -152,6 +160,6 @@ class SmoothedConfig:
     alpha: float = attrs.field(default=0.1, validator=[gt(0), le(1)])
     """Weight of the newest value; about ``1 / alpha`` lines count."""
     metrics: tuple[str, ...] = attrs.field(
-        default=("loss", "tokens_per_second", "mfu", "step_seconds"), validator=min_len(1)
+        default=("loss", "tokens_per_second", "mfu", "step_seconds"), validator=[min_len(1), _are_of_steps]
     )
     """Names of logged values, as in ``metrics.jsonl``. One that comes later in the run is smoothed from there on."""

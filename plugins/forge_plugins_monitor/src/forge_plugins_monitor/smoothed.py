@@ -39,7 +39,8 @@ class Smoothed(Callback):
         if not context.logged or run.rank != 0:  # the first rank alone is told of logged values, and writes the line
             return
         # what a pipeline ever reports it reports always; the line has null
-        names = self._config.metrics if run.mesh.degrees["pp"] > 1 else self._means
+        has_all = run.mesh.degrees["pp"] > 1
+        names = [name for name in self._config.metrics if has_all or name in self._means]
         values = {f"smoothed/{name}": self._means.get(name, math.nan) for name in names}
         run.report({name: torch.full((), value, device=run.device) for name, value in values.items()})
 
