@@ -188,6 +188,17 @@ def test_a_job_that_cannot_be_is_told_why(refused, name, overrides, sentence):
     assert sentence in refused(name, *overrides)
 
 
+@pytest.mark.parametrize(
+    ("name", "override", "sentence"),
+    [
+        ("cross_attention", "model.fusion.n_heads=6", "model.fusion.n_heads: 6 heads cannot"),
+        ("moma", "model.fusion.image={name='mlp', hidden_dim=63}", "model.fusion.image.hidden_dim: 63 features cannot"),
+    ],
+)
+def test_what_a_fusion_finds_wrong_is_told_once(refused, name, override, sentence):
+    assert refused(name, override, "parallel.tp=2", ranks=2).count(sentence) == 1
+
+
 def test_a_folder_of_an_encoder_that_is_not_there_is_told_once(refused):
     pytest.importorskip("transformers")
     folder = 'model.encoder={name="siglip", path="nowhere"}'

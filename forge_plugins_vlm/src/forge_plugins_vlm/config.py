@@ -81,8 +81,6 @@ class VisionLanguageConfig(TransformerConfig):
             elif heads % tp:
                 sentence = f"the {heads} heads of {self.encoder.name} cannot be shared out over parallel.tp = {tp}"
                 yield "cut_encoder", f"{sentence}; set cut_encoder = false, or another parallel.tp"
-        for key, sentence in self.fusion.config.check(job):
-            yield ".".join(filter(None, ("fusion", key))), sentence
         together = [[*sources] for sources in _sources_of_batches(job)]
         for place, source in (one for sources in together for one in sources):
             yield from self._check_source(place, source)

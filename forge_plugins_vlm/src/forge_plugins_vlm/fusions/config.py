@@ -162,9 +162,8 @@ class MoMaConfig(FusionConfig):
     def check(self, job: Job) -> Iterator[tuple[str, str]]:
         """What is wrong with this fusion in this job."""
         yield from super().check(job)
-        layer = self.image.config
-        if hasattr(layer, "check"):
-            for key, sentence in layer.check(job):
+        if hasattr(self.image.config, "contradictions_in"):
+            for key, sentence in self.image.config.contradictions_in(job):
                 yield f"image.{key}", sentence
 
 
