@@ -56,6 +56,8 @@ PRESERVING = {
     "copy, some layers": (moe(first_dense=1), {}),
     "copy, gradients scaled by load": (moe(scale_gradients=True), {}),
     "copy, without a gate": (moe(activation="relu", dense={**MLP, "activation": "relu"}), {}),
+    "copy, GeGLU": (moe(dense={**MLP, "activation": "gelu_tanh", "gated": True}), {}),
+    "copy, within limits": (moe(dense={**MLP, "activation": "clamped_swiglu", "activation_limit": 3.0}), {}),
     "granular 2": (moe(8, {"name": "softmax_topk", "top_k": 4}, hidden_dim=24), {"granularity": 2}),
     "granular 4, one copy": (moe(8, {"name": "sigmoid_topk", "top_k": 4}, width_factor=0.25), {"granularity": 4}),
     "granular 2, all copies, every weight by itself": (
@@ -191,8 +193,9 @@ def test_parts_of_a_copy_are_told_apart_by_training(upcycle, tokens):
         (moe(8, {"name": "noisy_topk", "top_k": 4}, hidden_dim=24), {"granularity": 2}, "without noise"),
         (moe(bias=True), {}, "bias of experts does not come from a dense layer; leave out bias"),
         (moe(activation="clamped_swiglu"), {}, "leave out activation in the sparse model"),
-        (moe(activation="gelu"), {}, r"has blocks\.0\.feed_forward\.gate\.weight|the sparse one has no"),
-        (moe(8, hidden_dim=24, activation="relu"), {"granularity": 2, "scale": "cbrt"}, "three matrices of SwiGLU"),
+        (moe(activation="gelu", gated=True), {}, "leave out activation in the sparse model"),
+        (moe(gated=False), {}, r"the sparse one has no blocks\.0\.feed_forward\.gate\.weight"),
+        (moe(8, hidden_dim=24, gated=False), {"granularity": 2, "scale": "cbrt"}, "three matrices of SwiGLU"),
         (MLP, {}, "no layer with experts"),
     ],
 )

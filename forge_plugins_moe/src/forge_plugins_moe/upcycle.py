@@ -21,7 +21,8 @@ from forge_core.contracts.model import canonical_name
 from forge_core.contracts.router import Routing
 from forge_core.errors import ConfigError
 from forge_core.train.initialisation import SeededInitializer, named_tensors
-from forge_plugins_dense.activation_config import CLAMPED_SWIGLU
+from forge_plugins_dense.feed_forward_config import MLPConfig
+from forge_plugins_moe.config import MoEConfig
 from forge_plugins_moe.feed_forward import MoE
 
 PRESERVED = 1e-5
@@ -262,7 +263,7 @@ def _refuse_layer(layer: str, part: MoE, dense: Mapping[str, torch.Tensor], how:
         raise ConfigError(
             f"{layer}: nothing of a dense layer is shared by experts; set shared_experts = 0 in the sparse model"
         )
-    if part.config.bias or part.config.activation == CLAMPED_SWIGLU:
+    if part.config.bias or _has_another_activation(part.config):
         key = "bias" if part.config.bias else "activation"
         raise ConfigError(
             f"{layer}: {key} of experts does not come from a dense layer; leave out {key} in the sparse model"
@@ -285,3 +286,11 @@ def _refuse_layer(layer: str, part: MoE, dense: Mapping[str, torch.Tensor], how:
                 f"{name} of the dense model has shape {tuple(dense[name].shape)}, and {how.granularity} parts as wide "
                 f"as the experts of {layer} make {tuple(wanted)}; leave out hidden_dim and width_factor there"
             )
+
+
+def _has_another_activation(config: MoEConfig) -> bool:
+    """Experts compute another function of the same matrices than the dense layer."""
+    dense, own = config.dense.config, config.expert
+    return isinstance(dense, MLPConfig) and any(
+        getattr(own, key) != getattr(dense, key) for key in ("activation", "activation_limit", "activation_slope")
+    )
