@@ -125,7 +125,7 @@ def _is_known_to_experts(config: MoEConfig, _: attrs.Attribute[Any], value: Comp
     try:
         as_activation(_of_dense(config) if value is None else value)
     except ValueError as error:
-        raise ValueError(f"must be given: that of the dense layer {error}") from error
+        raise ValueError(f"must be given, as that of the dense layer, {error}") from error
 
 
 def _of_dense(config: MoEConfig) -> ComponentRef | str:

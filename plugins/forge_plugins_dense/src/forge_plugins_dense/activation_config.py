@@ -42,7 +42,7 @@ def as_activation(activation: ComponentRef | str) -> ComponentRef:
     if isinstance(activation, ComponentRef):
         return activation
     if activation not in OWN:
-        raise ValueError(f"must be a component or one of {', '.join(OWN)}, got {activation!r}")
+        raise ValueError(f"{activation!r} is none of {', '.join(OWN)}")
     return ComponentRef(
         kind="activation",
         name=activation,
