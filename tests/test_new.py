@@ -253,6 +253,7 @@ def fork_pytest(tmp_path: Path):
         (["router", "a", "--from", "loss.py"], "--from loss.py: it registers no router; it registers: loss"),
         (["router", "a", "--from", "loss.py", "--file"], "give one of them"),
         (["loss", "a", "--from", "odd.py"], "checks of 'loss': LossConformance has no 'vocab'"),
+        (["loss", "a", "--from", "act.py"], "'loss' is an activation, for which forge-testing has no kit"),
         (["config", "a", "--file"], "give one of them"),
     ],
 )
@@ -262,6 +263,7 @@ def test_what_cannot_be_written_is_told_and_nothing_is(words, sentence, tmp_path
     assert main(["new", "loss", "loss", "--file"]) == 0
     text = (tmp_path / "loss.py").read_text()
     (tmp_path / "odd.py").write_text(text.replace('@component("loss"', '@component("loss", checks={"vocab": 3}'))
+    (tmp_path / "act.py").write_text(text.replace('@component("loss"', '@component("activation"'))
     before = sorted(tmp_path.rglob("*"))
 
     assert main(["new", *words]) == 2

@@ -12,7 +12,8 @@ from typing import Any
 import attrs
 
 from forge_core.config.toml_file import read_plugin_file
-from forge_core.errors import ConfigError
+from forge_core.errors import ConfigError, with_article
+from forge_core.registry.component import kind_words
 from forge_core.registry.discovery import discover
 from forge_core.registry.plugin_files import PROVIDER, registered, with_files
 from forge_core.registry.suggestions import did_you_mean
@@ -80,7 +81,8 @@ def conformance_of(module: ModuleType, title: str) -> type[ComponentCase]:
 def _kit(about: Mapping[str, Any]) -> type[ComponentCase]:
     name = "split_pass" if about.get("phase") == "split" else about["kind"]
     if find_spec(f"forge_testing.{name}") is None:
-        raise ConfigError(f"'{about['name']}' is a {about['kind']}, for which forge-testing has no kit")
+        kind = with_article(kind_words(about["kind"]))
+        raise ConfigError(f"'{about['name']}' is {kind}, for which forge-testing has no kit")
     kit: type[ComponentCase] = getattr(import_module(f"forge_testing.{name}"), f"{_capitalised(name)}Conformance")
     return kit
 
