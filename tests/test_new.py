@@ -253,7 +253,8 @@ def fork_pytest(tmp_path: Path):
         (["router", "a", "--from", "loss.py"], "--from loss.py: it registers no router; it registers: loss"),
         (["router", "a", "--from", "loss.py", "--file"], "give one of them"),
         (["loss", "a", "--from", "odd.py"], "checks of 'loss': LossConformance has no 'vocab'"),
-        (["loss", "a", "--from", "act.py"], "'loss' is an activation, for which forge-testing has no kit"),
+        (["loss", "a", "--from", "act.py"], "'loss' is an activation, for which no package can be written"),
+        (["loss", "a", "--from", "start.py"], "'loss' is a warm start, for which forge_testing has no kit"),
         (["config", "a", "--file"], "give one of them"),
     ],
 )
@@ -264,6 +265,7 @@ def test_what_cannot_be_written_is_told_and_nothing_is(words, sentence, tmp_path
     text = (tmp_path / "loss.py").read_text()
     (tmp_path / "odd.py").write_text(text.replace('@component("loss"', '@component("loss", checks={"vocab": 3}'))
     (tmp_path / "act.py").write_text(text.replace('@component("loss"', '@component("activation"'))
+    (tmp_path / "start.py").write_text(text.replace('@component("loss"', '@component("warm_start"'))
     before = sorted(tmp_path.rglob("*"))
 
     assert main(["new", *words]) == 2

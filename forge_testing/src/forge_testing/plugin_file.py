@@ -13,7 +13,7 @@ import attrs
 
 from forge_core.config.toml_file import read_plugin_file
 from forge_core.errors import ConfigError, with_article
-from forge_core.registry.component import kind_words
+from forge_core.registry.component import Kind, kind_words
 from forge_core.registry.discovery import discover
 from forge_core.registry.plugin_files import PROVIDER, registered, with_files
 from forge_core.registry.suggestions import did_you_mean
@@ -58,10 +58,11 @@ def cases_in(file: Path) -> list[FileCase]:
             kit has not.
     """
     texts = {file.name: read_plugin_file(file)}
-    (plugin,) = (one for one in with_files(discover(), texts).plugins if one.distribution.startswith(PROVIDER))
+    catalog = with_files(discover(), texts)
+    (plugin,) = (one for one in catalog.plugins if one.distribution.startswith(PROVIDER))
     module = import_module(plugin.components[0][1].factory.partition(":")[0])
     cases = [
-        FileCase(file, texts, about["kind"], about["name"], example, checks, _kit(about))
+        FileCase(file, texts, about["kind"], about["name"], example, checks, _kit(about, catalog.kinds[about["kind"]]))
         for _, about, example, checks in registered(module)
     ]
     for case in cases:
@@ -78,12 +79,15 @@ def conformance_of(module: ModuleType, title: str) -> type[ComponentCase]:
     return case.conformance(module.__name__)
 
 
-def _kit(about: Mapping[str, Any]) -> type[ComponentCase]:
-    name = "split_pass" if about.get("phase") == "split" else about["kind"]
-    if find_spec(f"forge_testing.{name}") is None:
-        kind = with_article(kind_words(about["kind"]))
-        raise ConfigError(f"'{about['name']}' is {kind}, for which forge-testing has no kit")
-    kit: type[ComponentCase] = getattr(import_module(f"forge_testing.{name}"), f"{_capitalised(name)}Conformance")
+def _kit(about: Mapping[str, Any], kind: Kind) -> type[ComponentCase]:
+    """Those of the core's kinds are here, and others beside the contract of their kind."""
+    name = "split_pass" if about.get("phase") == "split" else kind.name
+    package = kind.contract.partition(".")[0]
+    folder = "forge_testing" if package == "forge_core" else f"{package}.testing"
+    if find_spec(folder) is None or find_spec(f"{folder}.{name}") is None:
+        kind_of_it = with_article(kind_words(kind.name))
+        raise ConfigError(f"'{about['name']}' is {kind_of_it}, for which {folder} has no kit")
+    kit: type[ComponentCase] = getattr(import_module(f"{folder}.{name}"), f"{_capitalised(name)}Conformance")
     return kit
 
 

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from forge_plugins_dense.testing.activation import ActivationConformance
+from forge_testing.plugin_file import cases_in
 
 
 class Stops(torch.autograd.Function):
@@ -68,3 +69,28 @@ def test_a_fault_is_told(factory, check, given, sentence):
 def test_every_check_has_a_fault():
     checks = {name for name in dir(ActivationConformance) if name.startswith("test_")}
     assert {check for _, check, _, _ in FAULTS} == checks
+
+
+SWISH = """
+import torch
+from forge_core.api import component
+
+@component("activation")
+def swish(*, beta: float = 1.0):
+    \"\"\"x · σ(βx).
+
+    Args:
+        beta: How steep it is.
+    \"\"\"
+    return lambda features: features * torch.sigmoid(beta * features)
+"""
+
+
+def test_pytest_of_a_plugin_file_runs_it(tmp_path):
+    file = tmp_path / "swish.py"
+    file.write_text(SWISH)
+
+    (case,) = cases_in(file)
+
+    assert case.kit is ActivationConformance
+    case.conformance(__name__)().test_each_number_is_by_itself()

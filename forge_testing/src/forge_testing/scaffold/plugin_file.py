@@ -16,7 +16,7 @@ import attrs
 import tomli_w
 
 from forge_core.config.describe import literal
-from forge_core.errors import ConfigError
+from forge_core.errors import ConfigError, with_article
 from forge_core.registry.component import Component, kind_words
 from forge_core.registry.discovery import discover
 from forge_core.registry.entry_points import canonical_distribution
@@ -86,6 +86,10 @@ def write_package_from(file: Path, kind: str, name: str, parent: Path) -> Path:
     cases = cases_in(file)
     (plugin,) = (one for one in with_files(discover(), cases[0].texts).plugins if one.distribution.startswith(PROVIDER))
     components = [component for _, component in plugin.components]
+    for case in cases:
+        if case.kind not in HOOKS:
+            kind_of_it = with_article(kind_words(case.kind))
+            raise ConfigError(f"--from {file}: '{case.name}' is {kind_of_it}, for which no package can be written")
     if kind not in {component.kind for component in components}:
         kinds = ", ".join(dict.fromkeys(kind_words(component.kind) for component in components))
         raise ConfigError(f"--from {file}: it registers no {kind_words(kind)}; it registers: {kinds}")
