@@ -198,6 +198,9 @@ def test_videos_of_webvid_are_found_in_folders_by_id_or_beside_each_other(webvid
 
     assert all(np.array_equal(found[name], expected[name]) for name in expected)
     assert len(open_source(**webvid(split), max_rows=2)) == 2
+    number = {"videoid": 27, "name": "a green square"}  # as other stores than CSV have it
+    (tmp_path / "numbers.jsonl").write_text(json.dumps(number), encoding="utf-8")
+    assert len(open_source(**webvid(split) | {"path": str(tmp_path / "numbers.jsonl")})) == 1
 
 
 def test_videos_of_webvid_that_are_not_there_are_refused_by_place_or_counted(webvid, tmp_path, open_source):

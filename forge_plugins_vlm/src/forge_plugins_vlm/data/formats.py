@@ -128,7 +128,8 @@ def _interleaved(row: Row, _: ImageTextConfig) -> list[Message]:
 
 
 def _webvid(row: Row, config: ImageTextConfig) -> list[Message]:
-    name, caption = (row.text(row.field(key), repr(key)) for key in ("videoid", "name"))
+    number, caption = row.field("videoid"), row.text(row.field("name"), "'name'")
+    name = str(number) if isinstance(number, int) else row.text(number, "'videoid'")
     places = [row.video(f"{folder}{name}.mp4") for folder in (f"{name[:2]}/{name[:4]}/{name[:6]}/", "")]
     video = next((one for one in places if isinstance(one, Path) and one.exists()), places[0])
     return [Message("user", [*frames_of(video, row.record, row.where, config)]), Message(ASSISTANT, [caption])]
