@@ -72,7 +72,7 @@ def _refuse_unknown(required: Sequence[str], names: Collection[str]) -> None:
     for name in required:
         if name not in names:
             known = f"there are {', '.join(sorted(names))}"
-            raise ConfigError(f"--require: no check is named {name!r}{nearest_hint(name, names)}; {known}")
+            raise ConfigError(f"--require: no check is named {name!r}; {known}{nearest_hint(name, names)}")
 
 
 def _as_required(check: Check, findings: Sequence[Finding]) -> list[Finding]:
