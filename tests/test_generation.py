@@ -46,6 +46,11 @@ def test_likeliest_tokens_are_those_of_whole_forwards_for_prompts_of_any_length(
     assert generate(model, PROMPTS[:1], max_new_tokens=8, temperature=0) == [greedy(model, PROMPTS[0], 8)]
 
 
+def test_no_new_tokens_are_none(model):
+    assert generate(model, PROMPTS, max_new_tokens=0) == [[] for _ in PROMPTS]
+    assert model.training
+
+
 def test_long_prompts_are_read_in_chunks(model, monkeypatch):
     whole = generate(model, PROMPTS, max_new_tokens=5, temperature=0)
     for chunk in (1, 2, 4):
@@ -136,7 +141,7 @@ def test_top_p_does_not_depend_on_the_order_of_the_vocabulary():
         ([[1, 40]], {}, "token id 40; the model's vocabulary ends at 39"),
         ([[1, -2]], {}, "token id -2"),
         ([[1] * 60, [2]], {"max_new_tokens": 5}, "60 tokens and 5 new ones .* 64 tokens"),
-        ([[1]], {"max_new_tokens": 0}, "max_new_tokens must be at least 1, got 0"),
+        ([[1]], {"max_new_tokens": -1}, "max_new_tokens must be 0 .* or more, got -1"),
         ([[1]], {"temperature": -1.0}, "temperature"),
         ([[1]], {"temperature": float("nan")}, "temperature"),
         ([[1]], {"top_k": -1}, "top_k"),

@@ -73,6 +73,12 @@ def test_a_model_without_a_template_goes_on_with_each_line_of_a_pipe(plain, caps
     assert each_alone.startswith("one")
 
 
+def test_without_new_tokens_the_prompt_is_what_there_is(plain, capsys):
+    capsys.readouterr()
+    assert main(["generate", plain, "--prompt", "one", "--max-new-tokens", "0"]) == 0
+    assert capsys.readouterr().out == "one\n"
+
+
 def test_a_prompt_that_does_not_fit_is_said_to_who_types_and_the_next_one_is_continued(plain, capsys, monkeypatch):
     typed = iter(["x" * 1000, "one"])
     monkeypatch.setattr("sys.stdin", SimpleNamespace(isatty=lambda: True))

@@ -34,7 +34,7 @@ class Continued:
 @click.option("--system", help="With --chat: the message of the system, before all others.")
 @click.option("--prompt", "prompts", multiple=True, help="What to continue; repeat for a batch. With --chat: a turn.")
 @click.option("--prompt-file", type=click.Path(path_type=Path), help="A file with one prompt a line.")
-@click.option("--max-new-tokens", default=200, show_default=True, type=click.IntRange(min=1))
+@click.option("--max-new-tokens", default=200, show_default=True, type=click.IntRange(min=0))
 @click.option(
     "--temperature", default=0.8, show_default=True, type=click.FloatRange(min=0), help="0 takes the likeliest."
 )

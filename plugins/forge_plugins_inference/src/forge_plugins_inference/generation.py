@@ -35,7 +35,7 @@ def generate(
     Args:
         prompts: token ids; the lengths may differ. A row's continuation does not depend on the other rows, except that
             the random numbers are drawn for the whole batch.
-        max_new_tokens: at most this many for each prompt.
+        max_new_tokens: at most this many for each prompt; 0 gives none.
         temperature: what logits are divided by; 0 takes the likeliest token.
         top_k: sample from this many likeliest tokens; 0 from all.
         top_p: sample from the smallest set of likeliest tokens whose probability reaches this.
@@ -146,6 +146,8 @@ def _steps(
     module.eval()
     try:
         further = {name: one.to(device) for name, one in inputs.items()}
+        if max_new_tokens == 0:
+            return
         length = tokens.shape[1] if further else PREFILL_CHUNK
         for start in range(0, tokens.shape[1], length):
             chunk = slice(start, start + length)
@@ -187,8 +189,8 @@ def _left_padded(prompts: Sequence[Sequence[int]], device: torch.device) -> tupl
 
 
 def _check_settings(max_new_tokens: int, temperature: float, top_k: int, top_p: float) -> None:
-    if max_new_tokens < 1:
-        raise ConfigError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
+    if max_new_tokens < 0:
+        raise ConfigError(f"max_new_tokens must be 0 (nothing is sampled) or more, got {max_new_tokens}")
     if not 0 <= temperature < float("inf"):
         raise ConfigError(f"temperature must be 0 (the likeliest token) or more, got {temperature}")
     if top_k < 0:
