@@ -246,6 +246,7 @@ def test_a_ring_is_refused_for_data_with_documents_before_it_runs(problems, name
         [f"data={PACKED[name]}"],
         [f"data={mixed(PACKED[name])}"],
         [f"eval.data={PACKED[name]}", "eval.interval=1"],
+        [f'evaluations=[{{name = "perplexity", interval = 1, data = {PACKED[name]}}}]'],
     ):
         said = [line for line in problems([*IN_A_RING, *others, *settings]) if "cannot keep the documents" in line]
 

@@ -7,6 +7,7 @@ from typing import Any, Literal, TypeVar
 import attrs
 from attrs.validators import and_, ge, gt, le, min_len, optional
 
+from forge_core.api import ComponentRef
 from forge_core.config.sections import Job
 from forge_plugins_parallel.plugin import SPLIT_BACKWARD
 
@@ -84,7 +85,9 @@ class ContextParallelConfig:
         if self.method == "ring":
             # other plugins may have no such keys: what is not found out here is refused at the first forward
             kernel = getattr(job.model.config, "attention", None)
-            if any(getattr(data.config, "document_mask", False) for data in (job.data, job.eval.data) if data):
+            evaluated = (getattr(one.config, "data", None) for one in job.evaluations)
+            read = [one.config for one in (job.data, job.eval.data, *evaluated) if isinstance(one, ComponentRef)]
+            if any(getattr(config, "document_mask", False) for config in read):
                 yield "method", RING_WITHOUT_DOCUMENTS
             if beyond := getattr(job.model.config, "beyond_causal", ""):
                 yield "method", f'"ring" attends in causal order and no other way, and model.{beyond} asks for more'
