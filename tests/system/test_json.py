@@ -34,6 +34,7 @@ WITHOUT = {
     "moe upcycle": "writes a checkpoint",
     "store export": "writes files of others",
     "vlm inspect": "writes a page",
+    "vlm prepare-coco": "writes files",
     "vlm shapes": "draws",
     "vlm words": "draws",
     "vlm upcycle": "writes a checkpoint",
