@@ -7,6 +7,7 @@ from typing import ClassVar
 import attrs
 
 from forge_core.api import ComponentRef
+from forge_plugins_dense.own_component import own_component
 
 
 @attrs.frozen(kw_only=True)
@@ -39,17 +40,7 @@ def as_activation(activation: ComponentRef | str) -> ComponentRef:
     Raises:
         ValueError: it has none of this name.
     """
-    if isinstance(activation, ComponentRef):
-        return activation
-    if activation not in OWN:
-        raise ValueError(f"{activation!r} is none of {', '.join(OWN)}")
-    return ComponentRef(
-        kind="activation",
-        name=activation,
-        provider="forge-plugins-dense",
-        factory=f"forge_plugins_dense.activation:{activation}",
-        config=OWN[activation](),
-    )
+    return own_component("activation", activation, OWN)
 
 
 SILU, CLAMPED_SWIGLU = map(as_activation, ("silu", "clamped_swiglu"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import attrs
 
 from forge_core.api import ComponentRef
+from forge_plugins_dense.own_component import own_component
 
 _OWN = ("rmsnorm", "layernorm", "zero_centered_rmsnorm")
 
@@ -20,12 +21,7 @@ def as_norm(norm: ComponentRef | str) -> ComponentRef:
     Raises:
         ValueError: it has none of this name.
     """
-    if isinstance(norm, ComponentRef):
-        return norm
-    if norm not in _OWN:
-        raise ValueError(f"must be a component or one of {', '.join(_OWN)}, got {norm!r}")
-    factory = f"forge_plugins_dense.norm:{norm}"
-    return ComponentRef(kind="norm", name=norm, provider="forge-plugins-dense", factory=factory, config=NormConfig())
+    return own_component("norm", norm, dict.fromkeys(_OWN, NormConfig))
 
 
 RMSNORM, LAYERNORM, ZERO_CENTERED_RMSNORM = map(as_norm, _OWN)
