@@ -164,7 +164,7 @@ class Metrics:
         values = self.fetch()
         if values is None:
             return
-        values["skipped"] = int(values["skipped"])
+        values |= {name: int(values[name]) for name in ("skipped", "targets") if values[name].is_integer()}
         self._run.record(values)
         if self._run.mesh.rank == 0:
             self._run.emit("step_logged", step=int(values["step"]), metrics=values)
