@@ -3,6 +3,7 @@
 import attrs
 import pytest
 import torch
+import torch._functorch.config as functorch
 
 from forge_core.checkpoint.state_dict import named_parameters
 from forge_core.config.sections import ParallelSection
@@ -204,3 +205,22 @@ def test_a_torch_that_cannot_split_a_backward_of_a_models_own_is_named():
         f"parallel.passes.pipeline.schedule: torch {torch.__version__} cannot compute gradients"
     )
     assert explained(RuntimeError("something else")) is None
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own modules, at their import
+def test_what_a_model_compiles_itself_has_its_backward_in_parts_after_a_whole_one():
+    """As the kernel of FlexAttention on a GPU, in blocks that are not compiled."""
+
+    def two_products(x, weight):
+        return ((x @ weight).relu() @ weight).square().sum()
+
+    x, weight = (torch.randn(8, 8, requires_grad=True) for _ in range(2))
+    with functorch.patch(donated_buffer=True):
+        split(0, schedule="DualPipeV")
+        compiled = torch.compile(two_products, backend="aot_eager")
+        whole = torch.autograd.grad(compiled(x, weight), (x, weight))
+
+        total = compiled(x, weight)
+        parts = *torch.autograd.grad(total, x, retain_graph=True), *torch.autograd.grad(total, weight)
+
+    torch.testing.assert_close(parts, whole)

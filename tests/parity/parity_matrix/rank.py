@@ -40,7 +40,8 @@ def main(job_toml: Path, plan: Path) -> None:
             os.environ.update(WORLD_SIZE=str(work["ranks"]), MASTER_PORT=str(work["port"]))
             if rank == 0 and work["resumes"] is not None:
                 _copy_checkpoints(work["resumes"], work["name"], work["resumes_at"])
-            with functorch_config.patch(activation_memory_budget=functorch_config.activation_memory_budget):
+            kept = {name: getattr(functorch_config, name) for name in ("activation_memory_budget", "donated_buffer")}
+            with functorch_config.patch(**kept):
                 _take_part(job_toml, work, catalog)
             torch.compiler.reset()
             most += _OF_COMPILED * any("compile" in setting for setting in work["settings"])

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch._functorch.config as functorch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -57,6 +58,8 @@ class Pipeline:
             if getattr(model, name) is None:
                 raise ConfigError(f"parallel.pp: the model has no {name}, and is not cut into stages; set it to 1")
         n_stages = pp * self._config.stages_a_rank
+        if self._config.splits_backward:  # what is compiled within a block, too, may not write into what forward saved
+            functorch.donated_buffer = False
         cut = cut_model(model, n_stages, context.job.train.seq_len)
         borrowed = shared_tensors(model, cut, splits_backward=self._config.splits_backward)
         self._is_tied = bool(borrowed)
