@@ -26,7 +26,7 @@ class Scales:
     """One over its tokens without padding."""
     own: Mapping[str, torch.Tensor]
     """One over what the model counts for losses of its own (``MultiTokenModel``), by name."""
-    learned: torch.Tensor
+    n_targets: torch.Tensor
     """The step's targets, or the sum of their weights; a metric."""
 
 
@@ -43,13 +43,13 @@ def step_scales(
     of_batches = [count_own(batch) for batch in microbatches]
     counts += [sum(one[name] for one in of_batches) for name in of_batches[0]]
     if mesh.dp_size == 1 and replicas.share.count == 1:
-        learned, *scales = [torch.full((), n, device=device) for n in (counts[0], *(1 / (n or 1) for n in counts))]
+        n_targets, *scales = [torch.full((), n, device=device) for n in (counts[0], *(1 / (n or 1) for n in counts))]
     else:
         each = torch.stack([torch.full((), float(count), device=device) for count in counts])
         mesh.sum_over(each, DATA_AXES)
         summed = replicas.sum(each)
-        learned, *scales = (summed[0], *torch.where(summed > 0, summed, 1).reciprocal_().unbind())
-    return Scales(scales[0], scales[1], dict(zip(of_batches[0], scales[2:], strict=True)), learned)
+        n_targets, *scales = (summed[0], *torch.where(summed > 0, summed, 1).reciprocal_().unbind())
+    return Scales(scales[0], scales[1], dict(zip(of_batches[0], scales[2:], strict=True)), n_targets)
 
 
 def weight_of_targets(batch: Batch) -> float:

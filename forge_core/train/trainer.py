@@ -122,7 +122,7 @@ class Trainer:
         self.metrics.log_pending()
         self.guard.sync_if_overdue()
         if context.logged:
-            values["loss"] = self.metrics.submit(context, rate, scales.learned)
+            values["loss"] = self.metrics.submit(context, rate, scales.n_targets)
         left_out = torch.ones_like(verdict) if skip else verdict
         run.emit("step_end", context=attrs.evolve(context, left_out=left_out))
         self.metrics.send()

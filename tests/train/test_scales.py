@@ -24,7 +24,7 @@ def test_positions_without_a_target_and_padding_do_not_count():
 
     scales = step_scales(step, nn.Module(), ALONE, CPU, Replicas())
 
-    assert 1 / scales.targets.item() == scales.learned.item() == 4
+    assert 1 / scales.targets.item() == scales.n_targets.item() == 4
     assert round(1 / scales.tokens.item(), 4) == 5
     assert scales.own == {}
 
@@ -32,7 +32,7 @@ def test_positions_without_a_target_and_padding_do_not_count():
 def test_a_step_without_targets_divides_by_one():
     scales = step_scales([batch([IGNORED])], nn.Module(), ALONE, CPU, Replicas())
 
-    assert (scales.targets.item(), scales.learned.item()) == (1, 0)
+    assert (scales.targets.item(), scales.n_targets.item()) == (1, 0)
 
 
 def test_weights_of_targets_are_added_up_in_place_of_their_number():
@@ -40,7 +40,7 @@ def test_weights_of_targets_are_added_up_in_place_of_their_number():
 
     scales = step_scales(step, nn.Module(), ALONE, CPU, Replicas())
 
-    assert (scales.targets.item(), scales.learned.item()) == (2, 0.5)
+    assert (scales.targets.item(), scales.n_targets.item()) == (2, 0.5)
     assert round(1 / scales.tokens.item(), 4) == 6
 
 
@@ -53,7 +53,7 @@ def test_over_ranks_sums_below_one_are_kept():
 
     scales = step_scales([batch([1], weights=[0.125])], nn.Module(), ranks, CPU, Replicas())
 
-    assert (scales.targets.item(), scales.learned.item()) == (4, 0.25)
+    assert (scales.targets.item(), scales.n_targets.item()) == (4, 0.25)
 
 
 def test_the_model_counts_for_losses_of_its_own():

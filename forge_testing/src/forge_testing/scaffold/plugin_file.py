@@ -76,8 +76,8 @@ def write_package_from(file: Path, kind: str, name: str, parent: Path) -> Path:
     """Write the package NAME around the components of a plugin file.
 
     Raises:
-        ConfigError: the file is no plugin file, has no component of ``kind``, or there is something of the package's
-            name already. Nothing is written.
+        ConfigError: the file is no plugin file, has no component of ``kind`` or one of a package's kind, or there is
+            something of the package's name already. Nothing is written.
     """
     check_name(name)
     target = new_folder(name, parent)

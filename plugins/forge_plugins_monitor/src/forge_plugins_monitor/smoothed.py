@@ -36,7 +36,7 @@ class Smoothed(Callback):
             self._say_what_is_missing(run, step, metrics)
 
     def step_end(self, run: RunContext, context: StepContext) -> None:
-        if not context.logged or run.rank != 0:  # the first rank alone is told of logged values, and writes the line
+        if not context.logged or run.rank != 0:  # rank 0 alone is told of logged values, and writes the line
             return
         # what a pipeline ever reports it reports always; the line has null
         has_all = run.mesh.degrees["pp"] > 1
