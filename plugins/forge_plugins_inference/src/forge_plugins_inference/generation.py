@@ -146,8 +146,6 @@ def _steps(
     module.eval()
     try:
         further = {name: one.to(device) for name, one in inputs.items()}
-        if max_new_tokens == 0:
-            return
         length = tokens.shape[1] if further else PREFILL_CHUNK
         for start in range(0, tokens.shape[1], length):
             chunk = slice(start, start + length)
