@@ -78,6 +78,7 @@ class ForgeGroup(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
+        args = args[1:] if args[:2] == ["plugins", "show"] else args  # of a package, as no run needs it
         name = args[0]
         if name.startswith("-") or self.get_command(ctx, name) is not None:
             return super().resolve_command(ctx, args)

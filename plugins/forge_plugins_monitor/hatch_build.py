@@ -17,7 +17,8 @@ LEFT_OUT = (
     *("hooks/forge_image_processors.md", "hooks/forge_norms.md", "hooks/forge_parallel_passes.md"),
     *("hooks/forge_representation_metrics.md", "hooks/forge_sequence_mixers.md", "hooks/forge_vision_encoders.md"),
     *("hooks/forge_models.md", "hooks/forge_supervisors.md", "hooks/forge_warm_starts.md"),
-    *("hooks/forge_weight_layouts.md", "hooks/forge_phase_plans.md", "command-line.md"),
+    *("hooks/forge_weight_layouts.md", "hooks/forge_phase_plans.md", "hooks/forge_observers.md", "command-line.md"),
+    *("hooks/forge_checkpoint_mirrors.md", "hooks/forge_report_sections.md", "hooks/forge_run_columns.md"),
     *("replicas.md", "stores.md", "write-a-mirror.md", "write-a-mixer.md", "write-an-encoder.md"),
 )
 """Pages for those who work on Forge itself, who have a checkout; and pages that few need, beside those of their

@@ -180,6 +180,11 @@ def forge_commands() -> Iterable[Command]:
         run="forge_plugins_monitor.schema:schema",
     )
     yield Command(
+        name="show",
+        summary="one component: who provides it, and the keys of its table in a configuration",
+        run="forge_plugins_monitor.show:show",
+    )
+    yield Command(
         name="report",
         summary="write one HTML page about runs: curves, events, differences of their configurations",
         run="forge_plugins_monitor.report.command:report",

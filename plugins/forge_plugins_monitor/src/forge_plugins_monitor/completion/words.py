@@ -88,7 +88,7 @@ class _Line:
             yield from (Word(plugin.distribution) for plugin in self._catalog.plugins)
         elif parameter.name == "kind" and not isinstance(parameter.type, click.Choice):
             yield from (Word(name, kind.summary) for name, kind in self._catalog.kinds.items())
-        elif self._context.command_path == "forge plugins show":
+        elif self._context.command_path == "forge show":
             yield from _components(self._catalog, self._context.params["kind"])
         elif self._context.command_path == "forge docs":
             yield from (Word(page.name, page.title) for page in pages().values())
