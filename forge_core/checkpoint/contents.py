@@ -61,6 +61,7 @@ class SavedAnomalies:
     skipped: int = attrs.field(validator=_COUNT)
     row: SavedRow | None
     mean_norm: tuple[float, float]
+    loss_scale: tuple[float, float, float] | None = None
 
 
 @attrs.frozen(kw_only=True)

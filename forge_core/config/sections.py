@@ -42,7 +42,7 @@ def setting_of(capability: str) -> tuple[str, str]:
 ShardingAxis = Literal["pp", "dp_shard", "cp", "tp"]
 """The axes of the mesh along which ranks hold different parameters."""
 
-Precision = Literal["fp32", "bf16", "bf16_pure"]
+Precision = Literal["fp32", "bf16", "fp16", "bf16_pure"]
 
 
 @attrs.frozen(kw_only=True)
@@ -106,9 +106,10 @@ class TrainSection:
     data_seed: int | None = attrs.field(default=None, validator=attrs.validators.optional([ge(0), lt(2**63)]))
     """Decides the order of the data; by default ``seed``."""
     precision: Precision = "bf16"
-    """``bf16``: fp32 parameters and optimizer state, bf16 compute, fp32 reductions. ``bf16_pure``: parameters,
-    gradients, optimizer state and compute in bf16, microbatches of a step summed in bf16 too, unless FSDP does so in
-    fp32; buffers, such as counts of tokens, stay as a module has them."""
+    """``bf16``: fp32 parameters and optimizer state, bf16 compute, fp32 reductions. ``fp16``: the same with fp16, for
+    GPUs without bf16; the loss is scaled for backward, and a step whose gradients overflow has no update.
+    ``bf16_pure``: parameters, gradients, optimizer state and compute in bf16, microbatches of a step summed in bf16
+    too, unless FSDP does so in fp32; buffers, such as counts of tokens, stay as a module has them."""
 
 
 @attrs.frozen(kw_only=True)

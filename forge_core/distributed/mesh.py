@@ -139,7 +139,10 @@ def choose_device(wanted: str) -> torch.device:
 
 
 def emulates_bf16(device: torch.device) -> bool:
-    """Return whether products in bf16 take several times what they take in fp32, as on a CPU without AVX-512."""
+    """Return whether products in bf16 take several times what they take in fp32 on a CPU, as without AVX-512, or in
+    fp16 on a GPU, as before Ampere."""
+    if device.type == "cuda":
+        return not torch.cuda.is_bf16_supported(including_emulation=False)
     has_kernels = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()  # type: ignore[no-untyped-call]
     return device.type == "cpu" and not has_kernels
 

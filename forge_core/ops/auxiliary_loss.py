@@ -28,6 +28,8 @@ class AuxiliaryLedger:
         self._token_scale: torch.Tensor | None = None
         self._own_scales: Mapping[str, torch.Tensor] = {}
         self._readers = 1
+        self.loss_scale: torch.Tensor | None = None
+        """Multiplies what backward begins with, and nothing that is reported; ``None`` is 1."""
         self._sums: dict[tuple[str, Place], torch.Tensor] = {}
         self._stream_is_shared_out = False
 
@@ -45,6 +47,7 @@ class AuxiliaryLedger:
         readers: int = 1,
         own_scales: Mapping[str, torch.Tensor] | None = None,
         token_scale: torch.Tensor | None = None,
+        loss_scale: torch.Tensor | None = None,
     ) -> None:
         """Forget the last step.
 
@@ -53,11 +56,12 @@ class AuxiliaryLedger:
             readers: ranks along ``tp``, which all compute what is computed from the place ``"read"``.
             own_scales: the same for losses, by name, that are means over something else.
             token_scale: the same for all tokens but padding, if some of them have no target.
+            loss_scale: multiplies what backward begins with, and nothing that is reported; ``None`` is 1.
         """
         self._scale = scale
         self._token_scale = scale if token_scale is None else token_scale
         self._own_scales = own_scales or {}
-        self._readers = readers
+        self._readers, self.loss_scale = readers, loss_scale
         self._sums.clear()
 
     def scale_for(self, name: str, value: torch.Tensor, place: Place) -> torch.Tensor:
@@ -67,7 +71,8 @@ class AuxiliaryLedger:
 
     def gradient_for(self, name: str, value: torch.Tensor, place: Place) -> torch.Tensor:
         """The gradient with which backward begins at ``value``, in its dtype; a tensor of its own."""
-        return (self.scale_for(name, value, place) / (self._readers if place == "read" else 1)).to(value.dtype)
+        scale = self.scale_for(name, value, place) / (self._readers if place == "read" else 1)
+        return (scale if self.loss_scale is None else scale * self.loss_scale).to(value.dtype)
 
     def add(self, name: str, place: Place, value: torch.Tensor) -> None:
         """Backward runs once for each forward that counts, also where activations are computed twice."""

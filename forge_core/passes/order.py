@@ -86,8 +86,8 @@ def required_capabilities(job: Job, world_size: int | None) -> dict[str, str]:
         if degree > 1:
             resolved = f" ({degree} of {world_size} ranks)" if getattr(parallel, axis) == -1 else ""
             required[axis] = f"parallel.{axis} = {getattr(parallel, axis)}{resolved}"
-    if job.train.precision == "bf16":  # bf16_pure computes in what its parameters have
-        required["precision"] = 'train.precision = "bf16"'
+    if job.train.precision in ("bf16", "fp16"):  # bf16_pure computes in what its parameters have
+        required["precision"] = f'train.precision = "{job.train.precision}"'
     return required
 
 

@@ -8,8 +8,10 @@ from collections.abc import Mapping
 from contextlib import suppress
 
 import attrs
+import torch
 
 from forge_core.checkpoint.compatibility import changes_that_matter, value_text
+from forge_core.config.sections import Precision
 from forge_core.contracts.component_ref import ComponentRef
 from forge_core.contracts.data_source import PositionedSource
 from forge_core.contracts.observer import PassTrace
@@ -45,8 +47,18 @@ def announce(prepared: RunSetup, model: BuiltModel, attempt: str) -> None:
     )
     for line in notes(job, prepared.catalog):
         prepared.console.line(f"note: {line}")
-    if job.train.precision != "fp32" and emulates_bf16(prepared.device):
-        prepared.console.line('note: train.precision: this CPU emulates bf16; "fp32" takes a fraction of the time')
+    if words := emulation_words(job.train.precision, prepared.device):
+        prepared.console.line(f"note: train.precision: {words} takes a fraction of the time")
+
+
+def emulation_words(precision: Precision, device: torch.device) -> str:
+    """Say that the device emulates a precision, and which one it does not; empty if it does not."""
+    half = precision.removesuffix("_pure")
+    if half == "fp32" or not emulates_bf16(device):
+        return ""
+    if device.type == "cpu":
+        return f'this CPU emulates {half}; "fp32"'
+    return "" if half == "fp16" else 'this GPU emulates bf16; "fp16"'
 
 
 def announce_complete(begun: Begun) -> None:

@@ -63,10 +63,15 @@ def clip_gradients(optimizer: torch.optim.Optimizer, gradients: Gradients, max_n
     ``scales_gradients``, which is told the factor. A ``max_norm`` of 0 leaves them as they are."""
     scale = (max_norm / (gradients.norm + 1e-6)).clamp(max=1.0) if max_norm > 0 else None
     if scale is not None and not getattr(optimizer, "scales_gradients", False):
-        for group in _by_device_and_dtype(map(local_tensor, gradients.named.values())):
-            torch._foreach_mul_(group, scale.to(group[0].device))
+        multiply_gradients(gradients.named.values(), scale)
         scale = None
     optimizer.gradient_scale = scale  # type: ignore[attr-defined]  # the contract of scales_gradients
+
+
+def multiply_gradients(gradients: Iterable[torch.Tensor], factor: torch.Tensor) -> None:
+    """Multiply what this rank has of them by a scalar on any device, in place."""
+    for group in _by_device_and_dtype(map(local_tensor, gradients)):
+        torch._foreach_mul_(group, factor.to(group[0].device))
 
 
 def global_norm(squares: Mapping[Layout, Squares], mesh: Mesh, device: torch.device) -> torch.Tensor:

@@ -113,7 +113,7 @@ class Metrics:
         tensors |= self._modules.metrics(self._run.device)
         tensors |= losses_of_sources(self._source_names, means[len(auxiliary) :])
         known = {"lr": rate, "tokens": context.tokens, **self._tokens_of_sources(), **self._speed()}
-        self._ready = context.step, tensors | {"skipped": self._guard.skipped}, known
+        self._ready = context.step, tensors | {"skipped": self._guard.skipped} | self._guard.loss_scale.metrics(), known
         self._start_window()
         return loss
 
@@ -164,7 +164,8 @@ class Metrics:
         values = self.fetch()
         if values is None:
             return
-        values |= {name: int(values[name]) for name in ("skipped", "targets") if values[name].is_integer()}
+        counts = values.keys() & {"skipped", "targets", "overflows"}
+        values |= {name: int(values[name]) for name in counts if values[name].is_integer()}
         self._run.record(values)
         if self._run.mesh.rank == 0:
             self._run.emit("step_logged", step=int(values["step"]), metrics=values)

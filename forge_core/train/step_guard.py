@@ -20,6 +20,7 @@ from forge_core.contracts.observer import Origin
 from forge_core.errors import and_more
 from forge_core.train.gradients import Gradients, Squares, all_finite
 from forge_core.train.run import Run
+from forge_core.train.scales import LossScale
 
 _SYNC_AFTER = 100
 """Steps. What is kept of each is small, and one wait in so many steps costs nothing."""
@@ -49,6 +50,8 @@ class _Checked:
     verdict: torch.Tensor
     is_own: torch.Tensor
     """The verdict of this replica, if there are others."""
+    left_out: torch.Tensor
+    """The verdict, or that only the loss scale has made gradients overflow."""
     loss: torch.Tensor
     norm: torch.Tensor
     names: Sequence[str]
@@ -94,11 +97,13 @@ class StepGuard:
         self._any_replica = any_replica
         self._examine = examine
         self._has_examined = False
+        self.loss_scale = LossScale(run.job.train.precision, run.device)
         self.restart(saved)
 
     def restart(self, saved: Mapping[str, Any] | None) -> None:
         """Go on from what was known when a checkpoint was written, or from nothing."""
         saved = saved or {"skipped": 0, "row": None, "mean_norm": [0.0, 0.0]}
+        self.loss_scale.restart(saved)
         self._known = int(saved["skipped"])
         self._row = None if saved["row"] is None else SampleRange(**saved["row"])
         self._checked: list[_Checked] = []
@@ -112,6 +117,7 @@ class StepGuard:
             "skipped": self._known,
             "row": None if self._row is None else attrs.asdict(self._row),
             "mean_norm": torch.stack([self._mean, self._seen]).tolist(),
+            **self.loss_scale.state(),
         }
 
     @property
@@ -129,6 +135,8 @@ class StepGuard:
     ) -> torch.Tensor:
         """Return whether to leave out the update of this step. The host does not wait. ``count`` makes it count.
 
+        Gradients that only the loss scale has made overflow are left out as well, and are no fault of the step.
+
         Args:
             loss: this rank's, a scalar.
             gradients: this rank's.
@@ -137,7 +145,8 @@ class StepGuard:
         Returns:
             1 or 0, fp32 on the device, the same on all ranks of all replicas.
         """
-        inputs, norm = _finite_inputs(batches), gradients.norm
+        inputs = _finite_inputs(batches)
+        norm, overflow = self.loss_scale.find_overflow(gradients.norm)
         health = norm.mul(0).add_(loss, alpha=0)  # 0, or NaN if one of them is not finite
         for finite in inputs.values():
             health = torch.where(finite, health, math.nan)
@@ -150,15 +159,18 @@ class StepGuard:
         stop = self._run.loader.position
         start = stop - self._run.loader.samples_per_step
         names, squares = [*gradients.named], gradients.squares.values()
-        self._latest = _Checked(step, start, stop, verdict, own, loss, norm, names, squares, inputs)
-        return verdict
+        left_out = verdict if overflow is None else torch.maximum(verdict, overflow)
+        self._latest = _Checked(step, start, stop, verdict, own, left_out, loss, norm, names, squares, inputs)
+        return left_out
 
     def count(self) -> None:
         """The step that was checked last counts, with or without its update."""
-        self.skipped.add_(self._latest.verdict)
+        latest = self._latest
+        self.skipped.add_(latest.verdict)
         if self._section.spike_factor > 0:
-            self._follow(self._latest.norm, self._latest.verdict)
-        self._checked.append(self._latest)
+            self._follow(latest.norm, latest.left_out)
+        self.loss_scale.update(latest.verdict, latest.left_out)
+        self._checked.append(latest)
 
     def learn(self, skipped: float, step: int) -> None:
         """Take note of what has come with the metrics of a step.

@@ -20,7 +20,7 @@ from forge_core.train.replication import Replicas
 from forge_core.train.rollback import Rollback
 from forge_core.train.run import Run
 from forge_core.train.saving import Saving
-from forge_core.train.scales import step_scales, to_device
+from forge_core.train.scales import Scales, step_scales, to_device
 from forge_core.train.state_transfer import give_state, take_state
 from forge_core.train.step_guard import StepGuard, can_skip_on_device
 from forge_core.train.step_modules import StepModules
@@ -94,14 +94,11 @@ class Trainer:
 
     def _train_step(self, microbatches: Sequence[Batch]) -> bool:
         """Return whether the step counts. If other replicas say that it does not, everything is as before it."""
-        run, model = self.run, self.built.model
-        step = self._begin_step()
-        scales = step_scales(microbatches, model.parts[0], run.mesh, run.device, self.replicas)
-        LEDGER.start_step(scales.targets, run.mesh.degrees["tp"], scales.own, scales.tokens)
+        run, step = self.run, self._begin_step()
+        scales = step_scales(microbatches, self.built.model.parts[0], run.mesh, run.device, self.replicas)
         batches = [to_device(batch, run.device) for batch in microbatches]
         self.metrics.begin(step)
-        total = model.run(batches, scales.targets)
-        model.loss.refuse_if_wrong()
+        total = self._forward_and_backward(batches, scales)
         run.emit("gradients_end", step=step)
         loss = self.replicas.sum_step(self._parameters, total, self._sums_of_modules) * scales.targets
         self.built.phases.drop_frozen_gradients(step)
@@ -145,6 +142,16 @@ class Trainer:
         elif device.type == "mps":
             torch.mps.manual_seed(seed)
         return self.step
+
+    def _forward_and_backward(self, batches: Sequence[Batch], scales: Scales) -> torch.Tensor:
+        """Add the gradients of the mean loss to the parameters' ``grad``. Returns this rank's summed loss."""
+        model, loss_scale = self.built.model, self.guard.loss_scale
+        scale, factor = scales.targets, loss_scale.factor
+        LEDGER.start_step(scale, self.run.mesh.degrees["tp"], scales.own, scales.tokens, factor)
+        total = model.run(batches, scale if factor is None else scale * factor)
+        model.loss.refuse_if_wrong()
+        loss_scale.unscale(one.grad for one in self._parameters.values() if one.grad is not None)
+        return total
 
     def _sums_of_modules(self) -> list[torch.Tensor]:
         return [*self.step_modules.accumulators(), *LEDGER.sums(), *self.metrics.sums_of_sources()]

@@ -31,7 +31,12 @@ class Run:
         self.loader = BatchLoader(stream, position=0, **cut, workers=0, prefetch=1, pin_memory=False)
         self.mesh, self.said, self.events, self.step = mesh, [], [], 0
         self.consensus = Consensus(Requests(), CPU)
-        self.job, self.device, self.directory = SimpleNamespace(anomalies=AnomaliesSection(**keys)), CPU, self
+        train = SimpleNamespace(precision=keys.pop("precision", "fp32"))
+        self.job, self.device, self.directory = (
+            SimpleNamespace(anomalies=AnomaliesSection(**keys), train=train),
+            CPU,
+            self,
+        )
         self.anomalies = StepGuard(self, saved)
 
     def log(self, line):
@@ -152,3 +157,52 @@ def test_judging_does_not_wait_for_the_device(mesh):
         run.train(float("nan"))
 
     assert waited == []
+
+
+def test_an_overflow_in_fp16_is_left_out_and_is_no_fault_of_the_step(mesh):
+    run = Run(mesh, precision="fp16", spike_factor=3.0, spike_window=2)
+
+    found = [run.train(gradient=gradient).item() for gradient in (1.0, float("inf"), float("nan"), 1.0, 1.0, 30.0)]
+    run.anomalies.sync()
+
+    assert found == [0, 1, 1, 0, 0, 1]
+    assert [(event["step"], event["reason"]) for event in run.events] == [(6, "spike")]
+    assert run.anomalies.skipped == 1
+    assert run.anomalies.state()["loss_scale"] == [2.0**14, 2, 2]
+
+
+@pytest.mark.parametrize("where", ["loss", "pixels"])
+def test_in_fp16_a_loss_or_an_input_that_is_not_finite_is_a_fault_and_the_loss_scale_stays(mesh, where):
+    run = Run(mesh, precision="fp16")
+    nan = float("nan")
+    values = {"loss": nan} if where == "loss" else {"pixels": torch.tensor([nan])}
+
+    assert run.train(gradient=nan, **values) == 1
+    run.anomalies.sync()
+
+    assert [event["step"] for event in run.events] == [1]
+    assert run.anomalies.state()["loss_scale"] == [2.0**16, 0, 0]
+
+
+def test_gradients_that_overflow_without_a_loss_scale_are_a_fault(mesh):
+    run = Run(mesh, precision="fp16", roll_back_after=2)
+
+    for _ in range(18):
+        assert run.train(gradient=float("inf")) == 1
+    run.anomalies.sync()
+
+    assert run.anomalies.state()["loss_scale"] == [1, 0, 16]
+    assert [event["step"] for event in run.events] == [17, 18]
+    assert run.anomalies.has_failed
+
+
+def test_the_loss_scale_is_known_after_a_resume_and_other_precisions_have_none(mesh):
+    run = Run(mesh, precision="fp16")
+    for gradient in (float("inf"), 1.0, 1.0):
+        run.train(gradient=gradient)
+
+    resumed = Run(mesh, run.anomalies.state(), precision="fp16")
+
+    assert resumed.anomalies.state() == run.anomalies.state()
+    assert resumed.anomalies.loss_scale.factor == 2.0**15
+    assert "loss_scale" not in Run(mesh).anomalies.state()

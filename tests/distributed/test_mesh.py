@@ -41,4 +41,11 @@ def test_a_cpu_emulates_bf16_where_its_library_has_no_kernels_for_it(monkeypatch
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: kernels, raising=False)
 
     assert emulates_bf16(torch.device("cpu")) is emulated
-    assert not emulates_bf16(torch.device("cuda"))
+    assert not emulates_bf16(torch.device("mps"))
+
+
+@pytest.mark.parametrize("has_bf16", [True, False])
+def test_a_gpu_from_before_ampere_emulates_bf16(monkeypatch, has_bf16):
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda *, including_emulation: has_bf16 or including_emulation)
+
+    assert emulates_bf16(torch.device("cuda")) is not has_bf16

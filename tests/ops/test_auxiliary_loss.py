@@ -169,3 +169,14 @@ def test_compiled_blocks_report_and_follow_the_scale_of_each_step():
     for tokens, gradient, report in zip((6, 3), grads, reports, strict=True):
         torch.testing.assert_close(gradient, _expected(weights, hidden, tokens))
         torch.testing.assert_close(report, 0.01 * (hidden @ weights.detach()).square().sum() / tokens)
+
+
+def test_a_loss_scale_multiplies_the_gradient_and_not_what_is_reported(weights):
+    hidden = torch.randn(6, 4, dtype=torch.float64)
+    scale, factor = torch.tensor(1 / 6, dtype=torch.float64), torch.tensor(1024.0)
+    LEDGER.start_step(scale, loss_scale=factor)
+
+    _layer(weights, hidden).sum().backward(scale * factor)
+
+    torch.testing.assert_close(weights.grad, _expected(weights, hidden, 6) * 1024)
+    torch.testing.assert_close(LEDGER.means()["size"], 0.01 * (hidden @ weights.detach()).square().sum() / 6)

@@ -9,6 +9,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
 BY_DAY = {
     *("microbatches2", "accumulation4", "chunked", "fsdp1", "ac-full", "ac-selective", "ac-auto", "bf16"),
+    *("fp16-auxiliary", "pp2-zero-bubble-v-fp16-biases", "moe-ep2-fp16-hash"),
     *("fsdp2", "fsdp2-keep-gathered-ac-full", "fsdp2-compiled-ac-selective", "copies2", "hsdp2x2"),
     *("fsdp2-sums-shards", "tp2", "tp2-fsdp2", "tp2-tied", "tp2-latent"),
     *("pp2-gpipe", "pp2-1f1b", "pp2-interleaved", "pp2-interleaved-zero-bubble", "pp2-zero-bubble-v"),

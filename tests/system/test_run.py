@@ -15,6 +15,7 @@ import torch
 import fork_server
 from forge_core.checkpoint.store import CheckpointStore, open_checkpoint
 from forge_core.cli import main
+from forge_core.run.summary import emulation_words
 from forge_core.train.executor import PlainExecutor
 from forge_core.train.trainer import Trainer
 
@@ -84,12 +85,24 @@ def test_logged_steps_have_the_keys_that_others_rely_on(finished):
 
 def test_a_start_says_that_the_cpu_emulates_what_is_to_be_computed_in(shared_tiny, monkeypatch, capsys):
     monkeypatch.setattr("forge_core.run.summary.emulates_bf16", lambda device: device.type == "cpu")
-    note = "note: train.precision: this CPU emulates bf16"
 
-    for precision, said in (("fp32", False), ("bf16_pure", True)):
+    for precision, said in (("fp32", ""), ("bf16_pure", "bf16"), ("fp16", "fp16")):
         shared_tiny.completed(f"train.precision={precision}", "train.steps=3", f"run.name={precision}")
 
-        assert (note in capsys.readouterr().out) is said
+        out = capsys.readouterr().out
+        assert ("note: train.precision: this CPU emulates" in out) is bool(said)
+        assert f'emulates {said}; "fp32" takes' in out or not said
+
+
+@pytest.mark.parametrize(
+    ("precision", "said"),
+    [("bf16", 'this GPU emulates bf16; "fp16"'), ("bf16_pure", "this GPU"), ("fp16", ""), ("fp32", "")],
+)
+def test_a_start_on_a_gpu_without_bf16_says_so(monkeypatch, precision, said):
+    monkeypatch.setattr("forge_core.run.summary.emulates_bf16", lambda device: True)
+
+    assert emulation_words(precision, torch.device("cuda")).startswith(said)
+    assert bool(emulation_words(precision, torch.device("cuda"))) is bool(said)
 
 
 def test_evaluations_cover_the_whole_validation_set_and_the_last_step(finished):

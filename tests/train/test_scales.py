@@ -7,7 +7,7 @@ from torch import nn
 
 from forge_core.contracts.loss import IGNORED
 from forge_core.train.replication import Replicas
-from forge_core.train.scales import step_scales
+from forge_core.train.scales import LossScale, step_scales
 
 CPU = torch.device("cpu")
 ALONE = SimpleNamespace(dp_size=1)
@@ -63,3 +63,31 @@ def test_the_model_counts_for_losses_of_its_own():
     scales = step_scales([batch([1, 2]), batch([3, 4])], model, ALONE, CPU, Replicas())
 
     assert 1 / scales.own["ahead"].item() == 4
+
+
+def test_the_loss_scale_is_that_of_torchs_scaler():
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.0)
+    (parameter,) = optimizer.param_groups[0]["params"]
+    scaler, loss_scale = torch.amp.GradScaler("cpu"), LossScale("fp16", CPU)
+    scaler.scale(torch.ones(()))  # which makes its tensors
+
+    for step in range(9000):
+        overflows = step in (0, 1, 1500, 5000, 8999)
+        parameter.grad = torch.full((1,), torch.inf if overflows else 1.0)
+        scaler.unscale_(optimizer)
+        scaler.update()
+        loss_scale.update(torch.zeros(()), torch.full((), float(overflows)))
+        assert loss_scale.factor.item() == scaler.get_scale(), step
+
+    assert loss_scale.metrics()["overflows"] == 5
+    assert loss_scale.factor == 2.0**13
+
+
+def test_gradients_are_what_they_would_be_without_a_loss_scale():
+    loss_scale, parameter = LossScale("fp16", CPU), nn.Parameter(torch.ones(4))
+    (parameter.square().sum()).backward(torch.full((), 0.25) * loss_scale.factor)
+    assert parameter.grad.equal(torch.full((4,), 2.0**15))
+
+    loss_scale.unscale([parameter.grad])
+
+    assert parameter.grad.equal(torch.full((4,), 0.5))

@@ -9,6 +9,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from forge_core.contracts.callback import Callback, RunContext, StepContext
+from forge_core.ops.auxiliary_loss import LEDGER
 from forge_plugins_interp.fingerprint import Fingerprint, add_samples
 from forge_plugins_interp.observation import observe
 from forge_plugins_interp.placement import summed, whole
@@ -60,6 +61,8 @@ class Trace(Callback):
         if value.requires_grad:
 
             def take_gradient(gradient: torch.Tensor) -> None:
+                if LEDGER.loss_scale is not None:
+                    gradient = gradient.float() / LEDGER.loss_scale
                 _add(self._gradients, placed, whole(summed(gradient, placed.sums), placed.cuts))
 
             handle = value.register_hook(take_gradient)  # type: ignore[no-untyped-call]

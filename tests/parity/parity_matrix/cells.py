@@ -11,10 +11,13 @@ EXACT = 1e-5
 BF16 = 2e-2
 """bf16 rounds to 2⁻⁹ relative, and products here are averages over 32 features and more. Measured against fp32: 4e-3
 for the gradient norm, 4e-4 for the loss."""
+FP16 = 3e-3
+"""fp16 rounds to 2⁻¹² relative, an eighth of bf16."""
 FP8 = 6e-2
 """float8 rounds to 2⁻⁴ (e4m3) or 2⁻³ (e5m2) relative, 16 to 32 times as coarse as bf16; errors of a sum of 32
 independent terms are about 1/√32 of that. Measured against bf16: 1e-2 for the gradient norm, 1e-3 for the loss."""
 
+_IN_FP16 = ["train.precision=fp16"]
 _DEEPSEEK = 'router={name="sigmoid_topk", bias_rate=0.01, balance=0.01, z_loss=0.001}'
 _OLMOE = 'router={name="softmax_topk", order="softmax_topk", balance=0.01, bias_rate=0.01}'
 
@@ -293,6 +296,8 @@ class Cell:
     """Which of ``TRAININGS``."""
     tolerance: float = EXACT
     """Largest relative difference of gradient norms."""
+    auxiliary_tolerance: float | None = None
+    """The same of auxiliary losses, where one follows its parameters alone and no mean evens anything out."""
 
     @property
     def loss_tolerance(self) -> float:
@@ -443,6 +448,18 @@ CELLS: Mapping[str, Cell] = {
     "compiled": Cell(1, [f"{COMPILE}=true"]),
     "bf16": Cell(1, TRAININGS["bf16"], tolerance=BF16),
     "bf16-ac-full": Cell(1, [f"{AC}=true"], "bf16"),
+    # against one process in fp32, as the loss scale must not be seen in anything
+    "fp16": Cell(1, _IN_FP16, tolerance=FP16),
+    "fp16-auxiliary": Cell(1, [*_IN_FP16, *TWO_MICROBATCHES], "auxiliary", FP16, FP16),
+    "fp16-compiled-penalised-chunked": Cell(
+        1, [*_IN_FP16, f"{COMPILE}=true", *PENALISED_IN_CHUNKS], "penalised", FP16, FP16
+    ),
+    "fsdp2-fp16-sums-shards": Cell(2, [*_IN_FP16, *TWO_SMALL_MICROBATCHES, SHARDED_SUMS], tolerance=FP16),
+    "tp2-fp16-auxiliary": Cell(2, [*_IN_FP16, TP2], "auxiliary", FP16, FP16),
+    "cp2-fp16-ac-full": Cell(2, [*_IN_FP16, CP2, f"{AC}=true"], tolerance=FP16),
+    "pp2-zero-bubble-v-fp16-biases": Cell(2, [*_IN_FP16, *pp2("ZBVZeroBubble")], "biases", FP16),
+    "moe-ep2-fp16-hash": Cell(2, [*_IN_FP16, HALF, EP2], "moe hash", FP16),
+    "fsdp2-fp16-phases": Cell(2, [*_IN_FP16, HALF], "phases", FP16),
     "fp8-tensorwise": Cell(1, EMULATED, "bf16", FP8),
     "fp8-rowwise-ac-selective": Cell(1, [*EMULATED, f"{FP8_PASS}.recipe=rowwise", f"{AC}.mode=selective"], "bf16", FP8),
     "fp8-rowwise-exact-gradients": Cell(1, [*EMULATED, f"{FP8_PASS}.recipe=rowwise_with_gw_hp"], "bf16", FP8),

@@ -244,6 +244,8 @@ def _exchange_name(writer: str, reader: str) -> str:
 def _tolerance(cell: Cell, key: str) -> float:
     if key in COUNTED or key.startswith(("tokens/", *COUNTS_OF_EXPERTS)):
         return 0
+    if key.startswith("auxiliary/") and cell.auxiliary_tolerance:
+        return cell.auxiliary_tolerance
     return cell.tolerance if key == "grad_norm" else cell.loss_tolerance
 
 

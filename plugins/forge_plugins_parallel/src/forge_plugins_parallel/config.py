@@ -128,7 +128,8 @@ class FullyShardConfig:
     keep_whole: tuple[str, ...] = ()
     """Parameters that every rank keeps whole and that are never gathered, as patterns of their names, such as
     ``"vision.encoder.*"``; ``*`` stands for anything, dots included. For what the model freezes for the whole run, and
-    is small. Each rank has them in fp32, as they are saved, and with ``train.precision = "bf16"`` once more in bf16."""
+    is small. Each rank has them in fp32, as they are saved, and with a ``train.precision`` of bf16 or fp16 once more in
+    it."""
 
     def reshards(self, *, pp: int, is_whole: bool) -> bool:
         """Return whether blocks free their parameters between forward and backward.

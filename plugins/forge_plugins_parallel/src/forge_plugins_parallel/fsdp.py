@@ -21,6 +21,7 @@ from forge_core.contracts.model import canonical_name
 from forge_core.contracts.parallel_pass import PassContext
 from forge_core.distributed.mesh import sharding_mesh
 from forge_core.errors import ConfigError, PluginError
+from forge_plugins_parallel.compute_dtype import cast_dtype
 from forge_plugins_parallel.config import FullyShardConfig, even_dimension
 from forge_plugins_parallel.end_units import EndUnit, end_units
 from forge_plugins_parallel.float8_scales import scale_together
@@ -49,7 +50,7 @@ class FullyShard:
 
     def apply(self, model: nn.Module, context: PassContext) -> tuple[nn.Module, Sequence[str]]:
         _refuse_scalars(model)
-        compute = torch.bfloat16 if context.job.train.precision == "bf16" else None
+        compute = cast_dtype(context.job.train.precision)
         policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
         whole = context.mesh.device_mesh
         mesh = _with_copies(whole, sharding_mesh(whole))

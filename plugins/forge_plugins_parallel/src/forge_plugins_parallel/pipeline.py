@@ -20,6 +20,7 @@ from forge_core.contracts.loss import Loss
 from forge_core.contracts.parallel_pass import PassContext
 from forge_core.errors import ConfigError, ForgeError
 from forge_plugins_parallel.between_stages import BetweenStages, Form, along
+from forge_plugins_parallel.compute_dtype import compute_dtype
 from forge_plugins_parallel.config import PipelineConfig
 from forge_plugins_parallel.context_parallel import position_dims
 from forge_plugins_parallel.pipeline_cut import cut_model, held, part_of, shared_tensors
@@ -80,7 +81,7 @@ class Pipeline:
             parts[0],
             words=self._words,
             width=self._width,
-            dtype=torch.float32 if context.job.train.precision == "fp32" else torch.bfloat16,
+            dtype=compute_dtype(context.job.train.precision),
             sequence_parts=ranks,
             position_dims=position_dims(context.entries) if ranks > 1 else {},
         )

@@ -83,7 +83,7 @@ def forge_parallel_passes() -> Iterable[PassComponent]:
             Conflict(
                 "train.precision",
                 "torchao's products of float8 come out in bf16",
-                values=("fp32",),
+                values=("fp32", "fp16"),
                 when={"emulate": False},
             ),
         ),

@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 
 from forge_core.config.builder import ComponentBuilder
-from forge_core.config.sections import Job
 from forge_core.contracts.parallel_pass import PassContext
 from forge_core.errors import ConfigError, ForgeError
 from forge_core.ops.local_tensor import local_tensor
 from forge_core.registry.catalog import Catalog
 from forge_plugins_parallel.activations import Activations, BlockActivations, measure_activations
+from forge_plugins_parallel.compute_dtype import cast_dtype, compute_dtype
 from forge_plugins_parallel.config import CompileConfig, FullyShardConfig, config_in
 from forge_plugins_parallel.end_units import end_units
 from forge_plugins_parallel.gradient_sums import sums_whole, whole_gradient_bytes
@@ -94,7 +94,7 @@ def _measured(model: Any, context: PassContext, kept: KeptOperations) -> Activat
     shape = (job.train.batch_size, job.train.seq_len)  # of which the model takes its share, where it is cut by position
     loss = ComponentBuilder(Catalog([]))(job.loss)
     try:
-        return measure_activations(model, loss, shape, context.device, _compute_dtype(job), kept)
+        return measure_activations(model, loss, shape, context.device, compute_dtype(job.train.precision), kept)
     except ForgeError:
         raise
     except Exception as error:
@@ -113,18 +113,18 @@ def _states(model: Any, context: PassContext) -> float:
     job = context.job
     shards = context.mesh.degrees["dp_shard"] * context.mesh.degrees["cp"]
     own = sum(_size(parameter) for parameter in model.parameters())
-    gathers = shards > 1 or job.train.precision == "bf16"
+    gathers = shards > 1 or cast_dtype(job.train.precision) is not None
     if not gathers:
         return 4.0 * own
     if shards == 1:
-        return 4.0 * own + own * _compute_dtype(job).itemsize / 4
+        return 4.0 * own + own * compute_dtype(job.train.precision).itemsize / 4
     blocks = [sum(_size(parameter) for parameter in block.parameters()) for block in units_of(model).values()]
     fsdp = config_in(job, FullyShardConfig) or FullyShardConfig()
     freed = sum(blocks) - 2 * max(blocks)
     if fsdp.reshards(pp=context.mesh.degrees["pp"], is_whole=False):
         tables = [end for end in end_units(model) if not end.has_head]
         freed += sum(_size(parameter) for table in tables for parameter in table.parameters())
-    gathered = (own - freed) * _compute_dtype(job).itemsize / 4
+    gathered = (own - freed) * compute_dtype(job.train.precision).itemsize / 4
     whole = whole_gradient_bytes(model)
     accumulated = whole if sums_whole(whole, fsdp.accumulate, context) else 0
     return 4.0 * own / shards + gathered + accumulated
@@ -153,7 +153,3 @@ def _kept(blocks: Mapping[str, BlockActivations], choice: Choice, *, compiled: b
 def _size(parameter: torch.Tensor) -> int:
     """Bytes of this rank's part."""
     return local_tensor(parameter).nbytes
-
-
-def _compute_dtype(job: Job) -> torch.dtype:
-    return torch.float32 if job.train.precision == "fp32" else torch.bfloat16
