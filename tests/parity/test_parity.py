@@ -14,6 +14,7 @@ BY_DAY = {
     *("fsdp2-sums-shards", "tp2", "tp2-fsdp2", "tp2-tied", "tp2-latent"),
     *("pp2-gpipe", "pp2-1f1b", "pp2-interleaved", "pp2-interleaved-zero-bubble", "pp2-zero-bubble-v"),
     *("pp2-dualpipe-v", "pp2-zero-bubble-v-compiled-ac-selective", "pp4", "pp2-fsdp2", "cp2", "cp2-ring"),
+    *("pp2-custom-uneven", "pp2-custom-reversed-tied"),
     *("fp8-tensorwise", "fsdp2-fp8-gathered-ac-full", "moe-ep2-fp8-ac-selective"),
     *("packed-accumulation4", "pp2-zero-bubble-v-tied", "pp2-zero-bubble-v-penalised"),
     *("mixture-accumulation4", "fsdp2-phases-bf16", "pp2-phases"),

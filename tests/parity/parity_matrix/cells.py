@@ -336,6 +336,15 @@ def pp2(schedule: str, *microbatches: str) -> list[str]:
     return ["parallel.pp=2", f"parallel.passes.pipeline.schedule={schedule}", *(microbatches or FOUR_MICROBATCHES)]
 
 
+def custom(*actions: str) -> list[str]:
+    return [*pp2("custom", *TWO_MICROBATCHES), f"parallel.passes.pipeline.actions={[*actions]}"]
+
+
+_REVERSED = custom("1F0 1F1 1B1 1B0", "0F0 0F1 0B1 0B0")
+"""The first stage on the last rank, and the latest microbatch back first."""
+_A_V = custom("0F0 0F1 3F0 3I0 3F1 3I1 0I0 3W0 0W0 0B1 3W1", "1F0 2F0 1F1 2F1 2I0 1I0 2W0 2B1 1W0 1B1")
+_UNEVEN = custom("0F0 0F1 2F0 2I0 2W0 2F1 2B1 0B0 0B1", "1F0 1F1 1I0 1B1 1W0")
+"""Two stages on one rank, and one on the other."""
 _FEW = ("fsdp2", "tp2-fsdp2", "pp2", "cp2", "moe-ep2")
 
 
@@ -538,6 +547,11 @@ CELLS: Mapping[str, Cell] = {
     "pp2-interleaved-zero-bubble": Cell(2, pp2("InterleavedZeroBubble")),
     "pp2-zero-bubble-v": Cell(2, pp2("ZBVZeroBubble")),
     "pp2-dualpipe-v": Cell(2, pp2("DualPipeV")),
+    "pp2-custom-uneven": Cell(2, _UNEVEN),
+    "pp2-custom-reversed-tied": Cell(2, _REVERSED, "tied"),
+    "pp2-custom-v-penalised": Cell(2, _A_V, "penalised"),
+    "pp2-custom-v-compiled": Cell(2, [*_A_V, f"{COMPILE}=true"]),
+    "pp2-custom-uneven-fsdp2": Cell(4, [*_UNEVEN, QUARTER]),
     "pp2-tied": Cell(2, pp2("1F1B"), "tied"),
     "pp2-zero-bubble-v-tied": Cell(2, pp2("ZBVZeroBubble"), "tied"),
     "pp2-interleaved-zero-bubble-fsdp2-tied": Cell(4, pp2("InterleavedZeroBubble", *TWO_SMALL_MICROBATCHES), "tied"),

@@ -9,6 +9,7 @@ from attrs.validators import and_, ge, gt, le, min_len, optional
 
 from forge_core.api import ComponentRef
 from forge_core.config.sections import Job
+from forge_plugins_parallel.pipeline_actions import Actions, parse_actions
 from forge_plugins_parallel.plugin import SPLIT_BACKWARD
 
 C = TypeVar("C")
@@ -192,12 +193,21 @@ ScheduleName = Literal["GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubbl
 _V_SCHEDULES = ("ZBVZeroBubble", "DualPipeV")
 
 
+def _are_for_custom(config: "PipelineConfig", _: "attrs.Attribute[tuple[str, ...]]", rows: tuple[str, ...]) -> None:
+    if bool(rows) != (config.schedule == "custom"):
+        raise ValueError(f'go with schedule = "custom", got {len(rows)} rows and the schedule {config.schedule}')
+    if rows:
+        parse_actions(rows)
+
+
 def _fits_schedule(config: "PipelineConfig", _: "attrs.Attribute[int | None]", value: int | None) -> None:
     if value is None:
         return
+    if config.schedule == "custom":
+        raise ValueError(f"actions say which rank has which stages, got {value}; remove it")
     if config.schedule in ("GPipe", "1F1B") and value != 1:
         raise ValueError(f"{config.schedule} has one stage a rank, got {value}; several have the Interleaved schedules")
-    if config.is_v and value != 2:
+    if config.schedule in _V_SCHEDULES and value != 2:
         raise ValueError(f"{config.schedule} has two stages a rank, got {value}")
     if config.schedule == "Interleaved1F1B" and value < 2:
         raise ValueError(f"Interleaved1F1B has at least two stages a rank, got {value}; with one it is 1F1B")
@@ -209,28 +219,38 @@ def _fits_schedule(config: "PipelineConfig", _: "attrs.Attribute[int | None]", v
 class PipelineConfig:
     """``[parallel.passes.pipeline]``."""
 
-    schedule: ScheduleName = "1F1B"
+    schedule: Literal[ScheduleName, "custom"] = "1F1B"
     """In which order a step's microbatches (``train.grad_accumulation``) pass the stages. ``GPipe``: all forwards, then
     all backwards. ``1F1B``: each backward as early as it can be, so that fewer activations are held.
     ``Interleaved1F1B``: several stages a rank, smaller gaps, more communication. ``InterleavedZeroBubble`` (ZB1P),
-    ``ZBVZeroBubble`` and ``DualPipeV`` fill the gaps with gradients of weights, which no other stage waits for."""
+    ``ZBVZeroBubble`` and ``DualPipeV`` fill the gaps with gradients of weights, which no other stage waits for.
+    ``custom``: one's own, in ``actions``."""
     stages_per_rank: int | None = attrs.field(default=None, validator=_fits_schedule)
     """Stages that each rank along ``pp`` holds; by default 1 for ``GPipe`` and ``1F1B``, and 2 for the others."""
+    actions: tuple[str, ...] = attrs.field(default=(), validator=_are_for_custom)
+    """The schedule ``custom``: for each rank along ``pp``, what it does in its order, such as ``"0F0 0F1 0B0 0B1"``.
+    ``2F0`` is the forward of microbatch 0 in stage 2, and ``B`` a backward; ``I`` and ``W`` are one for the input of a
+    stage and a later one for its weights. A rank holds the stages that it has actions of."""
 
     @property
-    def stages_a_rank(self) -> int:
-        """``stages_per_rank``, the default filled in."""
-        return self.stages_per_rank or (1 if self.schedule in ("GPipe", "1F1B") else 2)
+    def own_schedule(self) -> Actions | None:
+        """The schedule ``custom``."""
+        return parse_actions(self.actions) if self.actions else None
 
-    @property
-    def is_v(self) -> bool:
-        """Return whether stages go down the ranks and up again, instead of round."""
-        return self.schedule in _V_SCHEDULES
+    def rank_of(self, pp: int) -> Mapping[int, int]:
+        """The rank along ``pp`` that holds each stage: round the ranks; in a V, down and up again."""
+        if self.own_schedule is not None:
+            return self.own_schedule.rank_of
+        if self.schedule in _V_SCHEDULES:
+            return {stage: min(stage, 2 * pp - 1 - stage) for stage in range(2 * pp)}
+        stages_a_rank = self.stages_per_rank or (1 if self.schedule in ("GPipe", "1F1B") else 2)
+        return {stage: stage % pp for stage in range(pp * stages_a_rank)}
 
     @property
     def splits_backward(self) -> bool:
         """Return whether a stage computes gradients of its input and those of its weights at two times."""
-        return self.schedule in SPLIT_BACKWARD
+        own = self.own_schedule
+        return self.schedule in SPLIT_BACKWARD if own is None else own.splits_backward
 
     def check(self, job: Job) -> Iterator[tuple[str, str]]:
         """What is wrong with this pipeline in this job."""
@@ -241,11 +261,23 @@ class PipelineConfig:
         n_layers: int | None = getattr(job.model.config, "n_layers", None)
         if n_layers is not None:
             at_head: int = getattr(job.model.config, "n_predictors", 0)
-            problem = too_few_blocks(n_layers + at_head, pp * self.stages_a_rank, at_head)
+            problem = too_few_blocks(n_layers + at_head, len(self.rank_of(pp)), at_head)
             if problem:
                 yield "", problem
-        if microbatches is not None:  # it is not known yet if it follows from the world size
+        if self.own_schedule is not None:
+            yield from self._check_own(self.own_schedule, job)
+        elif microbatches is not None:  # it is not known yet if it follows from the world size
             yield from self._check_microbatches(pp, microbatches)
+
+    def _check_own(self, own: Actions, job: Job) -> Iterator[tuple[str, str]]:
+        pp, microbatches, fsdp = job.parallel.pp, job.train.grad_accumulation, config_in(job, FullyShardConfig)
+        if len(own.rows) != pp:
+            yield "actions", f"has rows for {len(own.rows)} ranks, and parallel.pp = {pp}"
+        if microbatches not in (None, own.n_microbatches):
+            have = f"has {own.n_microbatches} microbatches, and a step train.grad_accumulation = {microbatches}"
+            yield "actions", f"{have}; make them equal"
+        if own.splits_backward and fsdp is not None and fsdp.reshard_after_forward == "always":
+            yield "actions", 'with I and W cannot be combined with reshard_after_forward = "always" of fsdp'
 
     def _check_microbatches(self, pp: int, microbatches: int) -> Iterator[tuple[str, str]]:
         is_dual = self.schedule == "DualPipeV"

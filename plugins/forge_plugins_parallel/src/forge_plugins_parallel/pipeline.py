@@ -13,7 +13,12 @@ import torch._functorch.config as functorch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
+from torch.distributed.pipelining.schedules import (
+    PipelineScheduleMulti,
+    _Action,
+    _PipelineScheduleRuntime,
+    get_schedule_class,
+)
 
 from forge_core.contracts.batch import bind
 from forge_core.contracts.loss import Loss
@@ -58,7 +63,7 @@ class Pipeline:
         for name in ("embed", "head"):
             if getattr(model, name) is None:
                 raise ConfigError(f"parallel.pp: the model has no {name}, and is not cut into stages; set it to 1")
-        n_stages = pp * self._config.stages_a_rank
+        n_stages = len(self._config.rank_of(pp))
         if self._config.splits_backward:  # what is compiled within a block, too, may not write into what forward saved
             functorch.donated_buffer = False
         cut = cut_model(model, n_stages, context.job.train.seq_len)
@@ -98,7 +103,8 @@ class Pipeline:
         )
 
     def _tied_head(self, parts: Mapping[int, nn.Module], group: dist.ProcessGroup, device: torch.device) -> TiedHead:
-        last_stage = self._config.stages_a_rank * group.size() - 1
+        rank_of = self._config.rank_of(group.size())
+        last_stage = len(rank_of) - 1
         first, last = parts.get(0), parts.get(last_stage)
         table = None if first is None else dict(first.named_parameters())["embed.weight"]
         copied = None if last is None else dict(last.named_parameters())["head.weight"]
@@ -107,8 +113,8 @@ class Pipeline:
             table=table,
             copy=copied,
             group=group,
-            first=0,
-            last=0 if self._config.is_v else group.size() - 1,
+            first=rank_of[0],
+            last=rank_of[last_stage],
             device=device,
             is_trained=held is not None and held.requires_grad,
         )
@@ -119,10 +125,8 @@ class Pipeline:
 
 
 def stages_of_rank(config: PipelineConfig, pp: int, rank: int) -> list[int]:
-    """In a loop, rank r holds the stages r, r + pp, …; in a V, the stages go down the ranks and up again."""
-    if config.is_v:
-        return [rank, 2 * pp - 1 - rank]
-    return [rank + pp * lap for lap in range(config.stages_a_rank)]
+    """The stages of a rank along ``pp``, in the order in which a batch passes them."""
+    return sorted(stage for stage, holder in config.rank_of(pp).items() if holder == rank)
 
 
 class PipelineExecutor:
@@ -159,9 +163,8 @@ class PipelineExecutor:
         self._device = device
         self._between = between
         self._tied = tied
-        self._n_stages = config.stages_a_rank * group.size()
-        ranks = range(group.size())
-        self._rank_of = {stage: rank for rank in ranks for stage in stages_of_rank(config, group.size(), rank)}
+        self._rank_of = config.rank_of(group.size())
+        self._n_stages = len(self._rank_of)
         self._schedule: Any = None
         self._stages: list[Stage] = []
         self._n_microbatches = 0
@@ -251,13 +254,17 @@ class PipelineExecutor:
         if self._n_microbatches == n_microbatches:
             return
         self._stages = [self._make_stage(stage, part, forms) for stage, part in self._parts.items()]
-        schedule: Any = get_schedule_class(self._config.schedule)
+        own = self._config.own_schedule
+        schedule: Any = _PipelineScheduleRuntime if own else get_schedule_class(self._config.schedule)
         self._schedule = schedule(
             self._stages if issubclass(schedule, PipelineScheduleMulti) else self._stages[0],
             n_microbatches,
             loss_fn=self._take_loss,
             scale_grads=False,
         )
+        if own is not None:
+            rows = {rank: [_Action.from_str(str(one)) for one in row] for rank, row in enumerate(own.rows)}
+            self._schedule._prepare_schedule_with_comms(rows)
         self._n_microbatches = n_microbatches
 
     def _make_stage(self, stage: int, part: nn.Module, forms: Mapping[str, Form]) -> Stage:

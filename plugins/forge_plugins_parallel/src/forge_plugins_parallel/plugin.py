@@ -130,7 +130,7 @@ def forge_parallel_passes() -> Iterable[PassComponent]:
     )
     yield PassComponent(
         name="pipeline",
-        summary="pipeline parallelism: stages of blocks, six schedules",
+        summary="pipeline parallelism: stages of blocks, six schedules and your own",
         factory="forge_plugins_parallel.pipeline:Pipeline",
         config="forge_plugins_parallel.config:PipelineConfig",
         phase="split",
