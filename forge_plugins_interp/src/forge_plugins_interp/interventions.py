@@ -108,22 +108,29 @@ class Mean(Intervention):
     value: torch.Tensor | None = None
     """It is broadcast over what is changed; ``None``: the mean over samples and positions of this forward."""
 
-    def changed(self, value: torch.Tensor, name: str) -> torch.Tensor:
+    def apply(self, placed: PlacedSite, value: torch.Tensor) -> torch.Tensor:
         if self.value is not None:
-            return _on(self.value, value)
-        return value.mean(tuple(range(min(2, value.ndim - 1))), keepdim=True)
+            return super().apply(placed, value)
+        over = _samples_and_positions(placed.site.dims)
+        return Fn(self.site, at=self.at, function=lambda part: part.mean(over, keepdim=True)).apply(placed, value)
+
+    def changed(self, value: torch.Tensor, name: str) -> torch.Tensor:
+        assert self.value is not None, "that of a forward depends on what the dimensions of the site are"
+        return _on(self.value, value)
 
 
 @attrs.frozen(kw_only=True, eq=False)
 class Resample(Intervention):
-    """The values of other samples of the batch."""
+    """The values of other samples of the batch: each has those of another one."""
 
     kind = "resample"
     seed: int = 0
 
     def changed(self, value: torch.Tensor, name: str) -> torch.Tensor:
-        order = torch.randperm(len(value), generator=torch.Generator().manual_seed(self.seed))
-        return value[order.to(value.device)]
+        if len(value) < 2:
+            raise ConfigError(f"resample: site {name} has one sample, and no other one to take the place of its value")
+        order = torch.randperm(len(value), generator=torch.Generator().manual_seed(self.seed)).to(value.device)
+        return value[torch.empty_like(order).scatter_(0, order, order.roll(1))]  # in a ring, so that none stays
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -168,14 +175,20 @@ class Project(Intervention):
 
     kind = "project"
     directions: torch.Tensor
-    """``(r, width)``, which need not be orthogonal."""
+    """``(r, width)``, which need be neither orthogonal nor independent."""
     keep: bool = False
     """Keep the part in the subspace, and not the rest."""
 
     def changed(self, value: torch.Tensor, name: str) -> torch.Tensor:
-        basis, _ = torch.linalg.qr(_on(self.directions, value).T.float())
-        within: torch.Tensor = ((value.float() @ basis) @ basis.T).to(value.dtype)
-        return within if self.keep else value - within
+        if self.directions.ndim != 2 or self.directions.shape[1] != value.shape[-1]:
+            given = tuple(self.directions.shape)
+            raise ConfigError(f"directions: site {name} has {value.shape[-1]} features, and these are {given}")
+        wide = value.to(torch.promote_types(value.dtype, torch.float32))
+        # of dependent directions, a QR decomposition makes up others
+        _, sizes, rows = torch.linalg.svd(self.directions.to(wide), full_matrices=False)
+        basis = rows[sizes > sizes.max() * max(self.directions.shape) * torch.finfo(wide.dtype).eps]
+        within: torch.Tensor = (wide @ basis.T) @ basis
+        return (within if self.keep else wide - within).to(value.dtype)
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -257,14 +270,45 @@ def from_table(table: Mapping[str, Any]) -> WholeIntervention:
     for name, field in fields.items():
         if field.default is attrs.NOTHING and name not in keys:
             raise ConfigError(f"{name}: the change {kind!r} needs it")
-    tensors = ("value", "directions")
-    read: dict[str, Any] = {key: _tensor(key, value) if key in tensors else value for key, value in keys.items()}
-    for key in read.keys() & {"tokens", "steps"}:
-        if not isinstance(read[key], list) or any(type(one) is not int or one < 0 for one in read[key]):
-            raise ConfigError(f"{key}: must be a list of whole numbers from 0, got {read[key]!r}")
-    if "source" in read:
-        read["source"] = {name: _tensor(f"source.{name}", value) for name, value in read["source"].items()}
-    return KINDS[kind](**read)
+    return KINDS[kind](**{key: _read(key, value) for key, value in keys.items()})
+
+
+_FORMS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "site": (lambda one: isinstance(one, str), "a name or a pattern"),
+    "at": (
+        lambda one: isinstance(one, Mapping) and all(map(_is_index, one.values())),
+        "a table of whole numbers and lists of them",
+    ),
+    "tokens": (lambda one: _is_index(one) and _is_from_0(one), "a list of whole numbers from 0"),
+    "steps": (lambda one: _is_index(one) and _is_from_0(one), "a list of whole numbers from 0"),
+    "seed": (lambda one: type(one) is int, "a whole number"),
+    "scale": (lambda one: type(one) in (int, float), "a number"),
+    "factor": (lambda one: type(one) in (int, float), "a number"),
+    "keep": (lambda one: isinstance(one, bool), "true or false"),
+    "source": (lambda one: isinstance(one, Mapping), "a table of values by site"),
+}
+"""By the keys of changes: what is right, and its name."""
+
+
+def _is_index(given: Any) -> bool:
+    return all(type(one) is int for one in (given if isinstance(given, list) else [given]))
+
+
+def _is_from_0(given: Any) -> bool:
+    return isinstance(given, list) and min(given, default=0) >= 0
+
+
+def _read(key: str, value: Any) -> Any:
+    """The value of a key of a table.
+
+    Raises:
+        ConfigError: it is of another type.
+    """
+    if key in _FORMS and not _FORMS[key][0](value):
+        raise ConfigError(f"{key}: must be {_FORMS[key][1]}, got {value!r}")
+    if key == "source":
+        return {name: _tensor(f"source.{name}", one) for name, one in value.items()}
+    return _tensor(key, value) if key in ("value", "directions") else value
 
 
 def _plain(value: Any) -> Any:
@@ -280,6 +324,12 @@ def _tensor(key: str, value: Any) -> torch.Tensor:
         return torch.tensor(value, dtype=torch.float32)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{key}: must be a number or lists of numbers of equal lengths") from error
+
+
+def _samples_and_positions(dims: Sequence[str]) -> list[int]:
+    """The numbers of these dimensions. Keys of attention have the positions where no other dimension has."""
+    names = {"sample", "tile", "patch", "position" if "position" in dims else "key"}
+    return [number for number, dim in enumerate(dims) if dim in names] or [0]
 
 
 def _on(given: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
