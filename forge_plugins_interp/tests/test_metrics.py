@@ -191,6 +191,20 @@ def test_a_noise_ceiling_has_its_bounds():
     assert lower < sum(compare(truth, one, "pearson") for one in rdms) / 6 < upper + 0.05
 
 
+@pytest.mark.parametrize("by", ["pearson", "spearman", "kendall", "cosine"])
+def test_no_model_is_above_a_noise_ceiling_of_subjects_of_any_scale(by):
+    truth = random(45).abs()
+    rdms = torch.stack([truth + 0.5 * random(45, seed=seed).abs() for seed in range(1, 5)])
+    upper = noise_ceiling(rdms, by)[1]
+    unit = torch.tensor([[1.0], [2.0], [3.0], [100.0]], dtype=torch.float64)
+
+    assert np.allclose(noise_ceiling(unit * rdms, by), noise_ceiling(rdms, by))
+    models = [truth, *rdms, *(random(4, seed=seed).abs() @ rdms for seed in range(20, 40))]
+    assert all(sum(compare(model, one, by) for one in rdms) / 4 < upper + 0.003 for model in models)
+    if by in ("pearson", "cosine"):  # the mean of RDMs of one norm is the nearest there is
+        assert all(sum(compare(model, one, by) for one in rdms) / 4 < upper + 1e-9 for model in models)
+
+
 def test_a_bootstrap_of_an_rdm_leaves_out_pairs_of_a_stimulus_with_itself():
     """Against the same draws by hand; their zeros on both sides would make unrelated RDMs alike."""
     x, y = random(12, 40), random(12, 40, seed=1)

@@ -68,11 +68,15 @@ def noise_ceiling(rdms: torch.Tensor, by: Comparison = "spearman") -> tuple[floa
         rdms: ``(subjects, m)``; of at least two subjects.
 
     Returns:
-        The mean similarity of each subject's RDM to the mean of the others', and to the mean of all.
+        The mean similarity of each subject's RDM to the mean of the others', and to the mean of all. Means are of what
+        the comparison sees: of ranks, or of RDMs of one norm.
     """
     if len(rdms) < 2:
         raise ConfigError(f"a noise ceiling needs at least 2 subjects, got {len(rdms)}")
-    rdms = torch.stack([ranks(one) for one in rdms]) if by == "spearman" else rdms.double()
+    rdms = torch.stack([ranks(one) for one in rdms]) if by in ("spearman", "kendall") else rdms.double()
+    if by in ("pearson", "cosine"):  # the nearest to all is else that of the subject with the largest values
+        rdms = rdms if by == "cosine" else rdms - rdms.mean(1, keepdim=True)
+        rdms = rdms / rdms.norm(dim=1, keepdim=True)
     total = rdms.sum(0)
     lower = [compare(one, (total - one) / (len(rdms) - 1), by) for one in rdms]
     upper = [compare(one, total / len(rdms), by) for one in rdms]
