@@ -72,11 +72,13 @@ def test_a_planted_map_is_found_and_shuffled_stimuli_are_not():
     assert abs(unrelated.score) < 0.3
 
 
-def test_a_ceiling_is_the_reliability_of_the_mean():
-    signal = random(2000, 3)
-    repetitions = signal[:, None] + random(2000, 6, 3, seed=1)  # the mean of six has a noise variance of 1/6
+@pytest.mark.parametrize("number", [2, 3, 5, 6])
+def test_a_ceiling_is_the_reliability_of_the_mean(number):
+    """The mean of six has a noise variance of 1/6; of an odd number, no repetition is lost by halving."""
+    signal = random(5000, 3)
+    repetitions = signal[:, None] + random(5000, number, 3, seed=1)
 
-    assert np.allclose(reliabilities(repetitions), 1 / (1 + 1 / 6), atol=0.02)
+    assert np.allclose(reliabilities(repetitions), 1 / (1 + 1 / number), atol=0.02)
     with pytest.raises(ConfigError, match="at least 2 repetitions"):
         next(halves(repetitions[:, :1]))
 

@@ -14,6 +14,7 @@ from forge_core.cli import main
 from forge_core.errors import ConfigError
 from forge_plugins_interp.metrics.cka import linear_cka
 from forge_plugins_interp.metrics.rsa import noise_ceiling, rdm, rsa
+from forge_plugins_interp.neuro.encoding import halves
 from forge_plugins_interp.neuro.recordings import Recordings, read_recordings
 from forge_plugins_interp.neuro.resemblance import Comparison
 
@@ -214,11 +215,11 @@ def test_forge_score_finds_the_layer_that_was_recorded(store, tmp_path, capsys):
     assert main(["score", str(store), str(path), "--method", *by_column]) == 0
 
 
-@pytest.mark.parametrize("method", ["rsa", "cka"])
-def test_a_resemblance_has_an_interval_a_ceiling_and_a_null(method):
+@pytest.mark.parametrize(("method", "number"), [("rsa", 4), ("rsa", 3), ("cka", 4)])
+def test_a_resemblance_has_an_interval_a_ceiling_and_a_null(method, number):
     x = random(60, 8)
     signal = x @ random(8, 30, seed=1)
-    noisy = signal[:, None] + signal.std() * random(60, 4, 30, seed=2)
+    noisy = signal[:, None] + signal.std() * random(60, number, 30, seed=2)
     recordings = Recordings(np.arange(60).astype(str), noisy, np.arange(30).astype(str))
     mine = {"rsa": rsa, "cka": linear_cka}[method]
 
@@ -232,6 +233,9 @@ def test_a_resemblance_has_an_interval_a_ceiling_and_a_null(method):
     assert abs(np.mean(found.null)) < 0.05
     assert found.ceiling_low < found.ceiling < found.ceiling_high
     assert found.normalised == found.score / found.ceiling
+    times = number / (number // 2)  # as long as a half
+    each = [mine(first, second) for first, second in halves(noisy)]
+    assert found.ceiling == pytest.approx(np.mean([times * r / (1 + (times - 1) * r) for r in each]))
 
 
 def test_rsa_of_several_subjects_is_that_of_each_and_has_their_ceiling():

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import attrs
 import numpy as np
@@ -24,6 +24,7 @@ _AT_ONCE = 50
 """Bootstrap samples in memory, as neuroids may be all voxels of a brain."""
 _TARGETS = 10_000
 """Fitted at once, as there are weights of each in memory."""
+Value = TypeVar("Value", float, torch.Tensor)
 Part = tuple[torch.Tensor, torch.Tensor, np.ndarray]
 """Of a split: recordings that are held out, what is predicted of them, and the numbers of these stimuli."""
 
@@ -212,7 +213,7 @@ def reliabilities(
     repetitions: torch.Tensor, weights: torch.Tensor | None = None, *, halvings: int = 20, seed: int = 0
 ) -> torch.Tensor:
     """How reliable the mean over repetitions is: Pearson's r over stimuli of the means of two random halves, corrected
-    for the length by Spearman–Brown, ``2r / (1 + r)``; the mean over halvings.
+    for the length (``of_whole``); the mean over halvings.
 
     Args:
         repetitions: ``(n, r, q)``, r at least 2.
@@ -224,8 +225,15 @@ def reliabilities(
     found = []
     for first, second in halves(repetitions, halvings=halvings, seed=seed):
         half = correlations(first, second, weights)
-        found.append(2 * half / (1 + half))
+        found.append(of_whole(half, repetitions.shape[1]))
     return torch.stack(found).mean(0)
+
+
+def of_whole(half: Value, repetitions: int) -> Value:
+    """The correlation of means over all repetitions, from ``half``, that of means over ``repetitions // 2`` each, by
+    Spearman–Brown: ``k r / (1 + (k − 1) r)`` for k times as many, ``2r / (1 + r)`` where they are even."""
+    times = repetitions / (repetitions // 2)
+    return times * half / (1 + (times - 1) * half)
 
 
 def halves(

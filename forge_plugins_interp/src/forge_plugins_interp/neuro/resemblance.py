@@ -12,7 +12,7 @@ import torch
 from forge_core.errors import ConfigError
 from forge_plugins_interp.metrics.cka import LEAST_DEBIASED, linear_cka
 from forge_plugins_interp.metrics.rsa import bootstrap, noise_ceiling, permutations, rdm, rsa
-from forge_plugins_interp.neuro.encoding import halves, interval, p_value
+from forge_plugins_interp.neuro.encoding import halves, interval, of_whole, p_value
 from forge_plugins_interp.neuro.recordings import Recordings
 
 Method = Literal["rsa", "cka"]
@@ -65,10 +65,11 @@ class Comparison:
             lower, upper = noise_ceiling(torch.stack([rdm(side) for side in self._sides]))
             self._ceiling = {"ceiling": upper, "ceiling_low": lower, "ceiling_high": upper}
         elif recordings.repetitions.shape[1] > 1:
-            pairs = list(halves(recordings.repetitions, seed=seed))
+            number, pairs = recordings.repetitions.shape[1], list(halves(recordings.repetitions, seed=seed))
             low, high = _interval(pairs[0][0], [pairs[0][1]], method, seed)
-            whole = float(np.mean([_of_whole(_score(first, [second], method)) for first, second in pairs]))
-            self._ceiling = {"ceiling": whole, "ceiling_low": _of_whole(low), "ceiling_high": _of_whole(high)}
+            whole = float(np.mean([of_whole(_score(first, [second], method), number) for first, second in pairs]))
+            ends = {"ceiling_low": of_whole(low, number), "ceiling_high": of_whole(high, number)}
+            self._ceiling = {"ceiling": whole, **ends}
 
     def of(self, x: torch.Tensor) -> Resemblance:
         """
@@ -95,10 +96,6 @@ def _subjects(recordings: Recordings) -> list[torch.Tensor]:
 def _score(x: torch.Tensor, sides: Sequence[torch.Tensor], method: Method) -> float:
     similarity = rsa if method == "rsa" else linear_cka
     return float(np.mean([similarity(x, side) for side in sides]))
-
-
-def _of_whole(half: float) -> float:
-    return 2 * half / (1 + half)
 
 
 def _interval(x: torch.Tensor, sides: Sequence[torch.Tensor], method: Method, seed: int) -> tuple[float, float]:
