@@ -117,6 +117,21 @@ def test_draws_every_expert_of_every_layer(watched, capsys):
     assert "experts.jsonl has no line" in capsys.readouterr().err
 
 
+def test_a_layer_that_no_gradient_passes_says_nothing_of_its_experts(config):
+    adapters = 'parallel.passes.lora={rank=2, include=["blocks.1.attention.*"]}'
+
+    assert main(["run", str(config), "checkpoint.interval=0", "run.name=adapted", adapters]) == 0
+
+    folder = config.parent / "runs" / "adapted"
+    last = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
+    below, above = ({key: last[key] for key in last if layer in key} for layer in LAYERS)
+    assert len(below) == len(above) == 9
+    assert set(below.values()) == {None}
+    assert None not in above.values()
+    assert [[sum(one.load[layer]) for layer in LAYERS] for one in read_loads(folder)][-1] == [0, 128]
+    assert (folder / "experts.html").exists()
+
+
 @pytest.mark.parametrize(
     "line", ["[]", "5", '{"step": 2}', '{"step": "2", "load": {"a": [1]}}', "\x00", '{"step": 2, "load": 3}']
 )
@@ -204,6 +219,22 @@ def test_tells_of_an_expert_without_tokens_once_until_it_has_some(run, sparse, t
 
     assert said[0] == "experts: blocks.1.feed_forward: experts 1, 3 have had no token for 4 steps"
     assert said[1:] == ["experts: blocks.1.feed_forward: expert 1 has had no token for 4 steps"]
+
+
+def test_experts_of_a_layer_that_counts_nothing_are_not_taken_for_dead(run, sparse):
+    said = run.log.__self__
+    callback = WatchExperts(WatchConfig(dead_after=4))
+    callback.run_start(run)
+    sparse.blocks["0"].feed_forward.last_load.fill_(1)
+    loads = [[9, 0, 1, 1]] * 2 + [[0, 0, 0, 0]] * 6 + [[9, 0, 1, 1]] * 2
+
+    for step, load in enumerate(loads, 1):
+        sparse.blocks["1"].feed_forward.last_load.copy_(torch.tensor(load))
+        callback.step_end(run, StepContext(step, 0, {}, logged=True))
+        callback.step_logged(run, step, {})
+        assert bool(said) == (step == 10), "four steps that count"
+
+    assert said == ["experts: blocks.1.feed_forward: expert 1 has had no token for 4 steps"]
 
 
 def test_a_run_that_goes_on_counts_on_and_tells_nothing_twice(run, sparse):

@@ -46,7 +46,8 @@ class MoE(nn.Module):
     What it reports a step, of all ranks and microbatches together: ``load_violation``, ``max_i(c_i) / mean(c) − 1`` of
     the counts ``c`` of assignments to each expert (MaxVio, Wang et al. 2024, arXiv 2408.15664); ``load_entropy`` of
     ``c / Σc``, 1 where all are equal; ``experts_idle``, the fraction without a token; and ``dropped``, the fraction of
-    assignments that found no room. The other counts are of what the router chose, before anything is dropped.
+    assignments that found no room. The other counts are of what the router chose, before anything is dropped. All are
+    NaN of a layer that no gradient passes, which counts nothing.
 
     Raises:
         ConfigError: an expert's width is not known.
@@ -179,14 +180,14 @@ class MoE(nn.Module):
         self.last_dropped.copy_(reduced["dropped"])
 
     def step_metrics(self) -> Mapping[str, torch.Tensor]:
-        load = self.last_load
-        share = load / load.sum().clamp(min=1)
+        load, total = self.last_load, self.last_load.sum()
+        share = load / total
         entropy = -torch.special.xlogy(share, share).sum()
         return {
-            "load_violation": load.max() / load.mean().clamp(min=1e-9) - 1,
+            "load_violation": load.max() / load.mean() - 1,
             "load_entropy": entropy / max(math.log(len(load)), 1e-9),
-            "experts_idle": (load == 0).float().mean(),
-            "dropped": self.last_dropped.sum() / load.sum().clamp(min=1),
+            "experts_idle": torch.where(total > 0, (load == 0).float().mean(), torch.nan),
+            "dropped": self.last_dropped.sum() / total,
         }
 
     def init_weights(self, rng: Initializer, prefix: str, residual_std: float, std: float) -> None:

@@ -76,7 +76,9 @@ class WatchExperts(Callback):
     @torch.no_grad()
     def step_end(self, run: RunContext, context: StepContext) -> None:
         for name, layer in self._layers.items():
-            self._without[name] = torch.where(layer.last_load > 0, 0, self._without[name] + 1)
+            load, without = layer.last_load, self._without[name]
+            # a layer that no gradient passes counts nothing, and tells nothing of its experts
+            self._without[name] = torch.where(load > 0, 0, without + (load.sum() > 0))
         if context.logged and self._sizes:
             self._look(run, context.step)
         for pairs in self._coactivation.values():

@@ -103,8 +103,8 @@ class ExpertChoice(GatedRouter):
         self.last_taken.copy_(reduced["taken"])
 
     def step_metrics(self) -> Mapping[str, torch.Tensor]:
-        tokens = self.last_sums[0].clamp(min=1)
-        return {**super().step_metrics(), "router_passed_over": (self.last_sums[0] - self.last_taken[0]) / tokens}
+        tokens = self.last_sums[0]
+        return {**super().step_metrics(), "router_passed_over": (tokens - self.last_taken[0]) / tokens}
 
     def init_weights(self, rng: Initializer, prefix: str, std: float) -> None:
         super().init_weights(rng, prefix, std)

@@ -22,7 +22,8 @@ class GatedRouter(nn.Module):
 
     What it reports, over the tokens of a step on all ranks: ``router_entropy``, of a token's probabilities, 1 where all
     are equal; ``router_confidence``, the largest of them, and ``router_margin``, by which it is ahead of the next;
-    ``router_selected``, the sum of those of the chosen experts; ``router_logit_rms``.
+    ``router_selected``, the sum of those of the chosen experts; ``router_logit_rms``. All are NaN where no gradient has
+    passed the layer.
     """
 
     sums: torch.Tensor
@@ -89,8 +90,7 @@ class GatedRouter(nn.Module):
         self.last_sums.copy_(reduced["sums"])
 
     def step_metrics(self) -> Mapping[str, torch.Tensor]:
-        tokens = self.last_sums[0].clamp(min=1)
-        mean = {name: total / tokens for name, total in zip(_SUMMED, self.last_sums, strict=True)}
+        mean = {name: total / self.last_sums[0] for name, total in zip(_SUMMED, self.last_sums, strict=True)}
         return {
             "router_entropy": mean["entropy"] / max(math.log(self.n_experts), 1e-9),
             "router_confidence": mean["confidence"],
