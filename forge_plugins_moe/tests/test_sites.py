@@ -6,10 +6,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import forge_plugins_moe.sites
 from forge_core.config.builder import ComponentBuilder
 from forge_core.registry.discovery import discover
 from forge_core.train.initialisation import SeededInitializer
-from forge_plugins_moe.sites import expert_outputs, weighted_sum
+from forge_plugins_moe.routers.gated_router import GatedRouter
+from forge_plugins_moe.sites import expert_outputs, router_logits, weighted_sum
+from forge_plugins_moe.top_k_router import TopKRouter
 from forge_testing.model import ModelConformance
 
 SPARSE = {"name": "moe", "n_experts": 4, "hidden_dim": 24, "shared_experts": 1}
@@ -98,6 +101,49 @@ def test_gradients_go_through_what_is_put_back():
 
     for found, expected in zip(*reversed(gradients), strict=True):
         assert torch.allclose(found, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("router", ["softmax_topk", "noisy_topk", "sinkhorn"])
+def test_the_routing_that_is_seen_is_the_one_that_is_taken(router):
+    """In training, some draw noise: what is looked at is not drawn again, and takes no random number from training."""
+    module = layer(router={"name": router, "top_k": 2}).train()
+    hidden = torch.randn(4, 16, 16, generator=torch.Generator().manual_seed(0))
+    sites, taken, seen = module.sites(), [], {}
+    module.router.register_forward_hook(lambda _, args, routing: taken.append(routing))
+
+    def look(_, args, output):
+        for name in ("routing_expert", "routing_weight"):
+            function = getattr(forge_plugins_moe.sites, sites[name].compute.partition(":")[2])
+            seen[name] = function(module.experts, *args)
+
+    module.get_submodule(sites["routing_expert"].module).register_forward_hook(look)
+    torch.manual_seed(3)
+    module(hidden)
+    after = torch.rand(1)
+
+    (routing,) = taken
+    assert seen["routing_expert"].shape == seen["routing_weight"].shape == (4, 16, 2)
+    assert torch.equal(seen["routing_expert"].flatten(), routing.expert)
+    assert torch.equal(seen["routing_weight"].flatten(), routing.weight)
+    torch.manual_seed(3)
+    module.router(hidden.flatten(0, 1))
+    assert torch.equal(torch.rand(1), after)
+
+
+@pytest.mark.parametrize("own", [GatedRouter, TopKRouter])
+def test_logits_are_those_of_routers_of_either_base(own):
+    module = layer()
+    keys = {"experts_per_token": 2} if own is GatedRouter else {"top_k": 2}
+    module.router = own(dim=16, n_experts=4, **keys)
+    hidden = torch.randn(2, 4, 16, generator=torch.Generator().manual_seed(0))
+    valid = torch.tensor([[True] * 4, [True, False, False, False]])
+    hidden[1, 2] = torch.nan
+
+    found = router_logits(module, hidden, valid)
+
+    assert torch.allclose(found[valid], hidden[valid] @ module.router.gate.weight.T, atol=1e-6)
+    assert torch.equal(found[~valid], torch.zeros(3, 4))
+    assert "router_logits" in module.sites()
 
 
 def test_padding_has_zeros():

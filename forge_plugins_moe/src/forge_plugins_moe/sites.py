@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from forge_core.contracts.observation import Site
-from forge_core.contracts.router import Routing
 from forge_plugins_moe.dispatch import Assignments
 
 _STREAM = ("sample", "position", "width")
@@ -22,15 +21,15 @@ def moe_sites(layer: Any) -> dict[str, Site]:
     """Logits where the router has any; its choice, and what each chosen expert gives, where each token has the same
     number of experts."""
     folder = "forge_plugins_moe.sites"
-    of_input = functools.partial(Site, module="", where="input", computed_from=_STREAM)
+    of_input = functools.partial(Site, where="input", computed_from=_STREAM)
     found = {}
     if hasattr(layer.router, "logits"):
         dims: tuple[str, ...] = ("sample", "position", "expert")
-        found["router_logits"] = of_input(dims=dims, compute=f"{folder}:router_logits")
+        found["router_logits"] = of_input(module="", dims=dims, compute=f"{folder}:router_logits")
     if isinstance(getattr(layer.router, "experts_per_token", None), int) and not layer.looks_ahead:
         dims = ("sample", "position", "choice")
-        found["routing_expert"] = of_input(dims=dims, compute=f"{folder}:chosen_experts")
-        found["routing_weight"] = of_input(dims=dims, compute=f"{folder}:weights_of_experts")
+        found["routing_expert"] = of_input(module="experts", dims=dims, compute=f"{folder}:chosen_experts")
+        found["routing_weight"] = of_input(module="experts", dims=dims, compute=f"{folder}:weights_of_experts")
         dims = ("sample", "position", "choice", "width")
         compute, replace = f"{folder}:expert_outputs", f"{folder}:weighted_sum"
         found["expert_out"] = Site(module="experts", dims=dims, computed_from=_STREAM, compute=compute, replace=replace)
@@ -44,23 +43,20 @@ def router_logits(
     layer: Any, hidden: torch.Tensor, valid: torch.Tensor | None = None, **facts: torch.Tensor
 ) -> torch.Tensor:
     """``(B, S, E)`` fp32, before noise and biases of balancing; 0 at padding."""
-    flat = None if valid is None else valid.flatten()
-    logits: torch.Tensor = layer.router.logits(hidden.flatten(0, 1), flat)
-    return logits.unflatten(0, hidden.shape[:2])  # type: ignore[no-any-return, no-untyped-call]  # torch's
+    if valid is not None:
+        hidden = torch.where(valid[..., None], hidden, 0.0)
+    logits: torch.Tensor = layer.router.logits(hidden.flatten(0, 1)).unflatten(0, hidden.shape[:2])
+    return logits if valid is None else torch.where(valid[..., None], logits, 0.0)
 
 
-def chosen_experts(
-    layer: Any, hidden: torch.Tensor, valid: torch.Tensor | None = None, **facts: torch.Tensor
-) -> torch.Tensor:
-    """``(B, S, k)`` int64; E stands for none."""
-    return _routing(layer, hidden, valid, facts).expert.view(*hidden.shape[:2], -1)
+def chosen_experts(experts: Any, hidden: torch.Tensor, assignments: Assignments, *_: Any) -> torch.Tensor:
+    """``(B, S, k)`` int64; E stands for none, as at padding and where an expert has no room."""
+    return assignments.expert.view(*hidden.shape[:2], -1)
 
 
-def weights_of_experts(
-    layer: Any, hidden: torch.Tensor, valid: torch.Tensor | None = None, **facts: torch.Tensor
-) -> torch.Tensor:
+def weights_of_experts(experts: Any, hidden: torch.Tensor, assignments: Assignments, *_: Any) -> torch.Tensor:
     """``(B, S, k)`` fp32, what the outputs of ``chosen_experts`` are multiplied by."""
-    return _routing(layer, hidden, valid, facts).weight.view(*hidden.shape[:2], -1)
+    return assignments.weight.detach().view(*hidden.shape[:2], -1)
 
 
 def expert_outputs(experts: Any, hidden: torch.Tensor, assignments: Assignments, *_: Any) -> torch.Tensor:
@@ -98,16 +94,3 @@ def weighted_sum(
     """What ``experts`` give if each gives this, ``(B, S, k, D)`` to ``(B, S, D)``."""
     weight = part(assignments.weight.view(*hidden.shape[:2], -1))[..., None]
     return (outputs.to(torch.promote_types(outputs.dtype, torch.float32)) * weight).sum(2).to(outputs.dtype)
-
-
-@torch.no_grad()
-def _routing(layer: Any, hidden: torch.Tensor, valid: torch.Tensor | None, facts: dict[str, torch.Tensor]) -> Routing:
-    """What the router chooses, once more; what it counts is put back."""
-    router = layer.router
-    counted = {name: buffer.clone() for name, buffer in router.named_buffers()}
-    flat = None if valid is None else valid.flatten()
-    needs = getattr(router, "needs", ())
-    routing: Routing = router(hidden.flatten(0, 1), flat, **{name: facts[name].flatten() for name in needs})
-    for name, buffer in router.named_buffers():
-        buffer.copy_(counted[name])
-    return routing

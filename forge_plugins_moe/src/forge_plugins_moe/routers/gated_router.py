@@ -37,7 +37,7 @@ class GatedRouter(nn.Module):
         self.register_buffer("sums", torch.empty(len(_SUMMED)), persistent=False)
         self.register_buffer("last_sums", torch.empty(len(_SUMMED)), persistent=False)
 
-    def logits(self, hidden: torch.Tensor, valid: torch.Tensor | None) -> torch.Tensor:
+    def logits(self, hidden: torch.Tensor, valid: torch.Tensor | None = None) -> torch.Tensor:
         """``(T, E)`` fp32 of hidden states ``(T, D)``; 0 at padding, whose gradient is then 0."""
         return masked_logits(hidden, self.gate.weight, valid, self.gate.bias)
 
