@@ -73,6 +73,25 @@ def test_the_loss_is_the_divergence_of_what_each_layer_predicts(session, model):
     assert found.count == 30
 
 
+@pytest.mark.parametrize("settings", [["attention_dropout=0.5"], ["residual_dropout=0.5", "embedding_dropout=0.5"]])
+def test_the_model_is_read_without_dropout_while_translators_are_trained(run, settings):
+    with interp.open(run, [f"model.{one}" for one in settings]) as session:
+        model = copy.deepcopy(session.built.parts[0])
+    TunedLens(TunedLensConfig()).add(model)
+    for translator in translators_of(model).values():
+        for tensor in (*translator.parameters(), translator.divergence):
+            tensor.data.zero_()
+    as_evaluated = model.eval()(TOKENS, TARGETS, never)
+
+    trained = model.train()(TOKENS, TARGETS, never)
+
+    assert model.training
+    assert torch.equal(trained.each, as_evaluated.each)
+    sums = [translator.divergence.tolist() for translator in translators_of(model).values()]
+    assert sum(total for total, _ in sums) / 2 == pytest.approx(trained.total.item(), rel=1e-5), "counted while trained"
+    assert {count for _, count in sums} == {30}
+
+
 def test_gradients_are_those_of_the_formula(model):
     model.double()
     own = copy.deepcopy(model)

@@ -127,6 +127,14 @@ class _LensModel:
             summed: LossSum = super().forward(tokens, targets, diverge, **inputs)  # type: ignore[misc]
         return summed
 
+    def train(self: Any, mode: bool = True) -> Any:
+        """Same as ``nn.Module.train``. The model is read as it predicts: without dropout, noise of routers and capacity
+        of experts."""
+        super().train(False)  # type: ignore[misc]
+        self.lens.train(mode)
+        self.training = mode
+        return self
+
     def init_weights(self: Any, rng: Initializer) -> None:
         """Fill those of the translators, too."""
         super().init_weights(rng)  # type: ignore[misc]
