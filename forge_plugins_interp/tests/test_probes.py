@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 import torch
@@ -9,6 +11,7 @@ import torch
 from forge_core.cli import main
 from forge_core.errors import ConfigError
 from forge_plugins_interp.probes.probe import Labelled, code_length, probe
+from forge_plugins_interp.store import TOKENS, Manifest, StoredSite, write_index, write_shard
 
 IDS = np.array([f"s{i}" for i in range(40)])
 
@@ -100,6 +103,30 @@ def test_forge_probe_reads_labels_and_columns(store, tmp_path, capsys):
     assert by_file.splitlines()[1].startswith("blocks.0.resid_post")
     assert by_column.splitlines()[0] == by_file.splitlines()[0]
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_sample_without_tokens_is_left_out_and_not_read_from_the_sample_before(tmp_path, capsys):
+    """A store of tokens that match has none of some samples. Classes are those of samples, which values tell."""
+    lengths = np.array([0, 2, 1, 0, 3, 0, *[1] * 14])
+    labels = np.arange(20) % 2
+    values = torch.from_numpy(np.repeat(labels, lengths)).float()[:, None] * torch.ones(1, 3)
+    write_shard(tmp_path, "blocks.0.z", 0, {"values": values})
+    ids = torch.zeros(len(values), dtype=torch.int64)
+    write_shard(tmp_path, TOKENS, 0, {"values": ids, "length": torch.from_numpy(lengths)})
+    names = {0: "x", 3: "y", 5: "z"}  # had they rows, these would be further classes
+    column = np.array([names.get(number, str(label)) for number, label in enumerate(labels)])
+    write_index(tmp_path, {"stimulus_id": np.arange(20), "length": lengths, "kind": column})
+    sites = {"blocks.0.z": StoredSite(dims=("token", "width"), sizes=(3,), dtype="float32")}
+    origin = {"match": "def"}
+    Manifest(sites=sites, n_samples=20, shard_samples=20, origin=origin, complete=True).write(tmp_path)
+
+    assert main(["probe", str(tmp_path), "--column", "kind", "--json"]) == 0
+
+    told = capsys.readouterr()
+    assert "blocks.0.z: left out 3 samples without a token that matches 'def'" in told.err
+    (found,) = json.loads(told.out)
+    assert found["classes"] == 2
+    assert found["accuracy"] == 1
 
 
 @pytest.mark.parametrize(

@@ -128,6 +128,10 @@ def _labelled(
     if control > 1 and store.match is not None:
         raise ConfigError(f"--control {control}: {store.folder} keeps only tokens that match {store.match!r}, not runs")
     numbers, tokens, names = _labels(store, path, column, is_token=is_token)
+    if is_token and (lacks := tokens < 0).any():  # the last one of none
+        which = "1 sample" if lacks.sum() == 1 else f"{lacks.sum():,} samples"
+        click.echo(f"{site}: left out {which} without a token that matches {store.match!r}", err=True)
+        numbers, tokens, names = numbers[~lacks], tokens[~lacks], np.array(names)[~lacks].tolist()
     if not len(numbers):
         raise ConfigError(f"--labels: none of its stimulus_id is in {store.folder}")
     beyond = tokens >= store.columns["length"][numbers]
