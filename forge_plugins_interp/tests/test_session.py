@@ -197,6 +197,26 @@ def test_gradients_are_those_of_autograd(session):
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+def test_each_forward_has_gradients_of_its_own(session):
+    """As autograd has them, which goes back from the last forward to the first."""
+    given = [TOKENS, TOKENS.flip(1), TOKENS[:1]]
+    with session.observe("blocks.0.resid_post", gradients=True) as seen:
+        first, second, third = (session.model(tokens)[0, -1, 3] for tokens in given)
+        (first + 10 * second).backward(retain_graph=True)
+        second.backward()
+    alone = []
+    for tokens in given:
+        with session.observe("blocks.0.resid_post", gradients=True) as one:
+            session.model(tokens)[0, -1, 3].backward()
+        alone.append(one.grad("blocks.0.hook_resid_post"))
+
+    assert torch.allclose(seen.grad("blocks.0.resid_post", forward=0), alone[0], atol=1e-6)
+    assert torch.allclose(seen.grad("blocks.0.resid_post", forward=-2), 11 * alone[1], atol=1e-5)
+    assert third.requires_grad
+    with pytest.raises(ConfigError, match="depends on its value in the last forward before"):
+        seen.grad("blocks.0.resid_post")
+
+
 @torch.no_grad()
 def test_nothing_is_left_behind_by_an_error(session):
     plain = session.model(TOKENS)

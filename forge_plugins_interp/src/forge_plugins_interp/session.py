@@ -64,14 +64,15 @@ class Seen(Mapping[str, torch.Tensor]):
         self._elsewhere = elsewhere or {}
         self.forwards: dict[str, list[torch.Tensor]] = {}
         """The values of every forward, by site."""
-        self._gradients: dict[str, torch.Tensor] = {}
+        self._gradients: dict[tuple[str, int], torch.Tensor] = {}
+        """By site and number of the forward."""
 
     def __getitem__(self, name: str) -> torch.Tensor:
         """
         Raises:
             NotSeenError: this observation has no value of the site on this rank; the message says why.
         """
-        names = (name, canonical_site(name), *module_names(canonical_site(name)))
+        names = _names(name)
         for one in names:
             if one in self.forwards:
                 return self.forwards[one][-1]
@@ -89,19 +90,30 @@ class Seen(Mapping[str, torch.Tensor]):
     def __len__(self) -> int:
         return len(self.forwards)
 
-    def grad(self, name: str) -> torch.Tensor:
-        """The gradient of what was differentiated, by the value of this site in the last forward. It is there once the
-        observation has ended.
+    def grad(self, name: str, forward: int = -1) -> torch.Tensor:
+        """The gradient of what was differentiated, by the value of this site in a forward, by default the last one; of
+        several backwards, their sum. It is there once the observation has ended.
+
+        Args:
+            forward: its number, as of ``forwards``.
 
         Raises:
             ConfigError: no gradient has come.
         """
-        if name not in self._gradients:
-            raise ConfigError(
-                f"site {name}: it has no gradient; observe with gradients = True, and call backward of a number that "
-                "depends on it before the observation ends"
-            )
-        return self._gradients[name]
+        for one in _names(name):
+            place = forward + len(self.forwards.get(one, ())) if forward < 0 else forward
+            if (one, place) in self._gradients:
+                return self._gradients[one, place]
+        which = "the last forward" if forward == -1 else f"forward {forward}"
+        raise ConfigError(
+            f"site {name}: it has no gradient; observe with gradients = True, and call backward of a number that "
+            f"depends on its value in {which} before the observation ends"
+        )
+
+
+def _names(name: str) -> tuple[str, ...]:
+    """What a site may be called in an observation that is asked for by this name."""
+    return (name, canonical_site(name), *module_names(canonical_site(name)))
 
 
 class ObservedModel(ABC):
@@ -160,11 +172,12 @@ class ObservedModel(ABC):
         if gradients and self.mesh.degrees["pp"] > 1:
             raise ConfigError("gradients: a pipeline gives none of what it predicts; open the model with parallel.pp=1")
         chosen, seen = self.sites.chosen(patterns), Seen({**self.sites.modules_elsewhere, **self.sites.elsewhere})
-        own: dict[str, torch.Tensor] = {}
+        own: dict[tuple[str, int], torch.Tensor] = {}
 
         def take(placed: PlacedSite, value: torch.Tensor) -> None:
             if gradients and value.requires_grad:
-                value.register_hook(lambda gradient: own.__setitem__(placed.name, gradient))  # type: ignore[no-untyped-call]
+                key = placed.name, len(seen.forwards.get(placed.name, ()))
+                value.register_hook(lambda gradient: own.__setitem__(key, own.get(key, 0) + gradient))  # type: ignore[no-untyped-call]
             seen.forwards.setdefault(placed.name, []).append(_part(placed, whole(value, placed.cuts), at or {}))
 
         with observe(chosen, take):
@@ -177,16 +190,17 @@ class ObservedModel(ABC):
     def _keep_gradients(
         self,
         chosen: Sequence[PlacedSite],
-        own: Mapping[str, torch.Tensor],
+        own: Mapping[tuple[str, int], torch.Tensor],
         seen: Seen,
         at: Mapping[str, int | Sequence[int]],
     ) -> None:
         """Whole ones; those of parameters, which were not asked for, are dropped."""
         copies = self.mesh.degrees["cp"]  # each rank that has the logits of a sequence differentiates them
         for placed in chosen:
-            if placed.name in own:
-                gradient = whole(summed(own[placed.name], placed.sums), placed.cuts) / copies
-                seen._gradients[placed.name] = _part(placed, gradient, at)
+            for number in range(len(seen.forwards.get(placed.name, ()))):  # in one order on all ranks
+                if (gradient := own.get((placed.name, number))) is not None:
+                    made_whole = whole(summed(gradient, placed.sums), placed.cuts) / copies
+                    seen._gradients[placed.name, number] = _part(placed, made_whole, at)
         for parameter in self.parameters.values():
             parameter.grad = None
 
