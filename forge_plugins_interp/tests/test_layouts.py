@@ -282,7 +282,7 @@ def effects(one: Session) -> Values:
     prompts = Prompts(clean, corrupt, metric_named("logit_diff", logits, [3, 7]))
     found: Values = {}
     for method in ("patching", "attribution", "integrated_gradients"):
-        rows = sweep(one, prompts, ["blocks.0.z", "blocks.1.attn_out"], method=method)
+        rows = sweep(one, prompts, ["blocks.0.z", "blocks.0.attn_pattern", "blocks.1.attn_out"], method=method)
         found[method] = torch.tensor([row["effect"] for row in rows])
     of_tokens = interp.Scale("blocks.0.attn_out", factor=-2.0, tokens=TOKENS[0, [3, 9]].tolist())
     with torch.no_grad(), one.intervene(of_tokens):

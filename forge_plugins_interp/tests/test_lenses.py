@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import forge_plugins_interp as interp
-from forge_plugins_interp.interventions import Patch
+from forge_plugins_interp.interventions import Patch, Replace
 from forge_plugins_interp.lenses.attribution import attribute
 from forge_plugins_interp.lenses.logit_lens import lens_rows, logit_lens
 from forge_plugins_interp.patching.metric import metric_named
@@ -124,7 +124,8 @@ def test_each_place_is_patched_alone(session, prompts):
     assert row["value"] == pytest.approx(expected, abs=1e-5)
 
 
-def test_gradients_estimate_small_changes(session):
+@pytest.mark.parametrize("sites", [["blocks.*.resid_post", "blocks.*.mlp_out"], ["blocks.*.attn_scores", "blocks.*.z"]])
+def test_gradients_estimate_small_changes(session, sites):
     """For a prompt that hardly differs, attribution is what patching gives; the path's mean gradient is nearer."""
     table = session.built.parts[0].embed.weight
     saved = table.detach().clone()
@@ -135,8 +136,7 @@ def test_gradients_estimate_small_changes(session):
         close = Prompts(TOKENS, CORRUPT, metric_named("logit_diff", clean, [3, 7]))
         found = {
             method: {
-                (row["site"], row["position"]): row["effect"]
-                for row in sweep(session, close, ["blocks.*.resid_post", "blocks.*.mlp_out"], method=method)
+                (row["site"], row["position"]): row["effect"] for row in sweep(session, close, sites, method=method)
             }
             for method in ("patching", "attribution", "integrated_gradients")
         }
@@ -148,6 +148,32 @@ def test_gradients_estimate_small_changes(session):
     for method in ("attribution", "integrated_gradients"):
         estimate = torch.tensor(list(found[method].values()))
         assert torch.allclose(estimate, exact, atol=0.05), method
+        assert (estimate - exact).abs().sum() < 0.5 * exact.abs().sum(), method
+
+
+def test_attribution_by_the_pattern_is_that_of_what_it_mixes(session, prompts):
+    """The pattern is computed for whoever looks; its gradient is that of autograd on a copy of attention."""
+    (site,) = sites = ["blocks.1.attn_pattern"]
+    rows = sweep(session, prompts, sites, by=("head",), method="attribution")
+    with torch.no_grad():
+        seen = []
+        for tokens in (TOKENS, CORRUPT):
+            with session.observe(site) as one:
+                session.model(tokens)
+            seen.append(one[site])
+    steps = []
+    for sign in (1, -1):  # a central difference along the way from corrupt to clean, one head at a time
+        for head in range(4):
+            value = seen[1].clone()
+            value[:, head] += sign * 1e-2 * (seen[0] - seen[1])[:, head]
+            with torch.no_grad(), session.intervene(Replace(site, value=value)):
+                steps.append(float(prompts.metric(session.model(CORRUPT))))
+    expected = [(up - down) / 2e-2 for up, down in zip(steps[:4], steps[4:], strict=True)]
+    with torch.no_grad():
+        corrupt = float(prompts.metric(session.model(CORRUPT)))
+
+    assert [row["value"] - corrupt for row in rows] == pytest.approx(expected, rel=2e-2, abs=2e-4)
+    assert max(map(abs, expected)) > 1e-3
 
 
 @torch.no_grad()

@@ -92,13 +92,16 @@ def _by_patching(
 def _by_attribution(
     session: Session, prompts: Prompts, chosen: Sequence[PlacedSite], clean: Values, corrupt: Values, by: Sequence[str]
 ) -> dict[str, dict[Place, float]]:
-    names = [placed.name for placed in chosen]
-    with session.observe(*names, gradients=True) as seen:
-        torch.autograd.backward(prompts.measure(session, prompts.corrupt).sum())
-    return {
-        placed.name: _summed(placed, (clean[placed.name] - corrupt[placed.name]) * seen.grad(placed.name), by)
-        for placed in chosen
-    }
+    gradients = {}
+    if names := [placed.name for placed in chosen if not placed.site.compute]:
+        with session.observe(*names, gradients=True) as seen:
+            torch.autograd.backward(prompts.measure(session, prompts.corrupt).sum())
+        gradients = {name: seen.grad(name) for name in names}
+    for placed in chosen:
+        if placed.site.compute:  # for whoever looks: the metric depends on what is put in its place
+            gradients[placed.name] = _gradient_at(session, prompts, placed, corrupt[placed.name])
+    ways = {name: _way(corrupt[name], clean[name]) for name in gradients}
+    return {placed.name: _summed(placed, ways[placed.name] * gradients[placed.name], by) for placed in chosen}
 
 
 def _by_integrated_gradients(
@@ -106,19 +109,28 @@ def _by_integrated_gradients(
 ) -> dict[str, dict[Place, float]]:
     found = {}
     for placed in chosen:
-        start, way = corrupt[placed.name], clean[placed.name] - corrupt[placed.name]
-        total = torch.zeros_like(start)
-        for number in range(_STEPS):
-            point = (start + (number + 0.5) / _STEPS * way).requires_grad_()
-            with session.intervene(Replace(placed.name, value=point)):
-                torch.autograd.backward(prompts.measure(session, prompts.corrupt).sum())
-            assert point.grad is not None, "the metric depends on it"
-            part = own_part(point.grad, placed.cuts)  # of what this rank has put in
-            total += whole(summed(part, placed.sums), placed.cuts) / session.context.mesh.degrees["cp"]
-        for parameter in session.built.parameters.values():
-            parameter.grad = None
+        start, way = corrupt[placed.name], _way(corrupt[placed.name], clean[placed.name])
+        points = (start + (number + 0.5) / _STEPS * way for number in range(_STEPS))
+        total = torch.stack([_gradient_at(session, prompts, placed, point) for point in points]).sum(0)
         found[placed.name] = _summed(placed, way * total / _STEPS, by)
     return found
+
+
+def _way(corrupt: torch.Tensor, clean: torch.Tensor) -> torch.Tensor:
+    """From the corrupt value to the clean one; 0 where both are −∞, as scores are that a mask hides."""
+    return torch.where(clean == corrupt, 0, clean - corrupt)
+
+
+def _gradient_at(session: Session, prompts: Prompts, placed: PlacedSite, value: torch.Tensor) -> torch.Tensor:
+    """That of the metric of the corrupt prompt, by the value of a site, where the site has this one."""
+    point = value.clone().requires_grad_()
+    with session.intervene(Replace(placed.name, value=point)):
+        torch.autograd.backward(prompts.measure(session, prompts.corrupt).sum())
+    assert point.grad is not None, "the metric depends on it"
+    part = own_part(point.grad, placed.cuts)  # of what this rank has put in
+    for parameter in session.built.parameters.values():
+        parameter.grad = None
+    return whole(summed(part, placed.sums), placed.cuts) / session.context.mesh.degrees["cp"]
 
 
 _METHODS: Mapping[Method, Callable[..., dict[str, dict[Place, float]]]] = {
