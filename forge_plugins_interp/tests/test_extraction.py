@@ -313,6 +313,22 @@ def test_what_is_kept_stays_as_it_was_seen(lengths):
     assert torch.equal(rows, expected)
 
 
+@pytest.mark.parametrize("over", ["none", "last"])
+def test_numbers_of_experts_are_kept_with_all_their_digits(over):
+    """In bf16, 257 would be 256; and the mean of experts 0 and 8 is not expert 4."""
+    site = Site(module="", dims=("sample", "position", "choice"))
+    experts = torch.tensor([[[0, 257], [8, 300]]])
+    is_token = torch.ones(1, 2, dtype=torch.bool)
+
+    rows = Reduction(over=over, dtype=torch.bfloat16).rows(site, experts, is_token, seed=0)
+
+    assert rows.dtype == torch.int64
+    assert rows.tolist() == ([[0, 257], [8, 300]] if over == "none" else [[8, 300]])
+    for refused in ({"over": "mean"}, {"features": 1}, {"features": 1, "directions": "principal"}):
+        with pytest.raises(ConfigError, match="numbers that name experts says nothing; leave out the site with the"):
+            Reduction(**refused).rows(site, experts, is_token, seed=0)
+
+
 def test_stimuli_have_their_ids_and_no_padding(run, tmp_path):
     table = tmp_path / "stimuli.csv"
     table.write_text("stimulus_id,sentence,kind\nx7,line 1,a\nx3,li,b\nx9,line 22: 1,a\n")

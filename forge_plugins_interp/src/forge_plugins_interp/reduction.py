@@ -93,14 +93,27 @@ class Reduction:
             components: of this site, for ``directions = "principal"``.
 
         Raises:
-            ConfigError: a position lies beyond a sample.
+            ConfigError: a position lies beyond a sample; or values are numbers of experts, and are to be averaged or
+                projected.
         """
+        if not value.is_floating_point():
+            return self._of_numbers(site, value, is_kept)
         value = self.kept(site, value, is_kept)
         if components is not None:
             value = components.project(value)
         elif self.features:
             value = value.float() @ _directions(value.shape[-1], self.features, seed).to(value.device)
         return value if self.dtype is None else value.to(self.dtype)
+
+    def _of_numbers(self, site: Site, value: torch.Tensor, is_kept: torch.Tensor) -> torch.Tensor:
+        """Rows of a site whose values are numbers of something, with all their digits."""
+        if self.over == "mean" or self.features:
+            what = "mean" if self.over == "mean" else "projection"
+            raise ConfigError(
+                f"a {what} of numbers that name experts says nothing; leave out the site with the dimensions "
+                f"{', '.join(site.dims)}, such as routing_expert"
+            )
+        return self.kept(site, value, is_kept)
 
     def kept(self, site: Site, value: torch.Tensor, is_kept: torch.Tensor) -> torch.Tensor:
         """The rows of a batch with all their features, as the model computes them."""
