@@ -256,6 +256,9 @@ def test_a_text_that_is_generated_with_a_cache_is_seen_and_changed(session):
     [
         ("blocks.1.hook_resid_post", "blocks.1.resid_post"),
         ("blocks.*.attn.hook_pattern", "blocks.*.attn_pattern"),
+        ("blocks.0.ln1.hook_out", "blocks.0.attn_in"),
+        ("blocks.0.mlp.hook_in", "blocks.0.mlp_in"),
+        ("ln_final.hook_out", "final_norm"),
         ("model.layers.1.self_attn", "blocks.1.attn_out"),
         ("model.layers.0", "blocks.0.resid_post"),
         ("lm_head", "logits"),
@@ -263,6 +266,15 @@ def test_a_text_that_is_generated_with_a_cache_is_seen_and_changed(session):
 )
 def test_names_of_other_projects_are_understood(session, name, canonical):
     assert session.sites.names(name) == session.sites.names(canonical)
+
+
+@pytest.mark.parametrize(
+    "name", ["blocks.0.ln1.hook_normalized", "blocks.0.ln2.hook_normalized", "ln_final.hook_normalized"]
+)
+def test_a_name_of_what_a_gain_multiplies_afterwards_is_none_of_ours(session, name):
+    """What our norms give has it in it."""
+    with pytest.raises(ConfigError, match="the model has none of that name"):
+        session.sites.names(name)
 
 
 @torch.no_grad()

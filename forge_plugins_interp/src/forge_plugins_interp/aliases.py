@@ -6,10 +6,10 @@ import re
 
 _LENS = {
     "hook_embed": "embed",
-    "ln_final.hook_normalized": "final_norm",
+    "ln_final.hook_out": "final_norm",
     "unembed.hook_out": "logits",
 }
-"""Of the whole model."""
+"""Of the whole model. ``hook_normalized`` is no name of ours: it has no gain, which norms multiply by afterwards."""
 _LENS_BLOCK = {
     "hook_resid_pre": "resid_pre",
     "hook_resid_mid": "resid_mid",
@@ -17,8 +17,10 @@ _LENS_BLOCK = {
     "hook_attn_out": "attn_out",
     "hook_mlp_out": "mlp_out",
     "hook_mlp_in": "mlp_in",
-    "ln1.hook_normalized": "attn_in",
-    "ln2.hook_normalized": "mlp_in",
+    "ln1.hook_out": "attn_in",
+    "ln2.hook_out": "mlp_in",
+    "attn.hook_in": "attn_in",
+    "mlp.hook_in": "mlp_in",
     "attn.hook_q": "q",
     "attn.hook_k": "k",
     "attn.hook_v": "v",
