@@ -12,6 +12,7 @@ import torch
 
 from forge_core.cli import main
 from forge_core.config.builder import ComponentBuilder
+from forge_core.errors import ConfigError
 from forge_core.registry.discovery import discover
 from forge_plugins_interp.metrics.cka import linear_cka
 from forge_plugins_interp.store import Manifest, Store, write_index
@@ -101,6 +102,22 @@ def test_every_metric_has_its_pairs_in_its_matrix(name):
     assert torch.allclose(both[:, 0], torch.tensor([metric.compare(x, z), metric.compare(y, z)], dtype=torch.float64))
     assert torch.allclose(own[0, 1], torch.tensor(metric.compare(x, y), dtype=torch.float64))
     assert bool(torch.allclose(own, own.T)) is metric.is_symmetric
+
+
+def test_routers_agree_as_far_as_their_sets_of_experts_do():
+    build = ComponentBuilder(discover())
+    metric = build(build.resolve("representation_metric", {"name": "routing_agreement"}))
+    generator = torch.Generator().manual_seed(0)
+    x, y = (torch.rand(50, 6, generator=generator).topk(3).indices for _ in range(2))
+    pairs = zip(x.tolist(), y.tolist(), strict=True)
+
+    assert metric.compare(x, y) == pytest.approx(sum(len({*a} & {*b}) / 3 for a, b in pairs) / 50)
+    assert metric.compare(x.float(), x.flip(1)) == 1, "in any order"
+    assert metric.compare(x, x + 6) == 0
+    assert torch.equal(metric.matrix([x, y]), metric.matrix([x, y]).T)
+    for other, message in ((x[:, :2], r"\(50, 3\) and \(50, 2\)"), (x + 0.5, "give it routing_expert")):
+        with pytest.raises(ConfigError, match=message):
+            metric.compare(x, other)
 
 
 def test_batches_of_cka_are_near_the_whole():

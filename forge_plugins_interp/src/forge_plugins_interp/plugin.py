@@ -174,6 +174,11 @@ def forge_representation_metrics() -> Iterable[Component]:
         "cka": ("centred kernel alignment, debiased unless it is told otherwise", "Cka", "CkaConfig"),
         "procrustes": ("the distance that is left after the best rotation", "Procrustes", "ProcrustesConfig"),
         "pwcca": ("canonical correlations, weighted by what they explain", "Pwcca", "CcaConfig"),
+        "routing_agreement": (
+            "how many of a token's experts are the same",
+            "RoutingAgreement",
+            "RoutingAgreementConfig",
+        ),
         "rsa": ("the correlation of dissimilarities of stimuli", "Rsa", "RsaConfig"),
         "svcca": ("the mean canonical correlation of the leading directions", "Svcca", "SvccaConfig"),
     }

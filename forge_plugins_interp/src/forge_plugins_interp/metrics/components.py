@@ -10,9 +10,17 @@ from forge_core.errors import ConfigError
 from forge_plugins_interp.metrics import rsa
 from forge_plugins_interp.metrics.cca import mean_cca, pwcca, svcca
 from forge_plugins_interp.metrics.cka import LEAST_DEBIASED, LinearCKA, rbf_cka
-from forge_plugins_interp.metrics.config import CcaConfig, CkaConfig, ProcrustesConfig, RsaConfig, SvccaConfig
+from forge_plugins_interp.metrics.config import (
+    CcaConfig,
+    CkaConfig,
+    ProcrustesConfig,
+    RoutingAgreementConfig,
+    RsaConfig,
+    SvccaConfig,
+)
 from forge_plugins_interp.metrics.contract import RepresentationMetric
 from forge_plugins_interp.metrics.procrustes import angular_procrustes, procrustes
+from forge_plugins_interp.metrics.routing import routing_agreement
 
 
 class Cka(RepresentationMetric):
@@ -87,6 +95,15 @@ class Procrustes(RepresentationMetric):
 
     def compare(self, x: torch.Tensor, y: torch.Tensor) -> float:
         return self._compare(x, y)
+
+
+class RoutingAgreement(RepresentationMetric):
+    """See ``forge_plugins_interp.metrics.routing``."""
+
+    def __init__(self, config: RoutingAgreementConfig, /) -> None: ...
+
+    def compare(self, x: torch.Tensor, y: torch.Tensor) -> float:
+        return routing_agreement(x, y)
 
 
 class Rsa(RepresentationMetric):

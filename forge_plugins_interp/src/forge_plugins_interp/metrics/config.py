@@ -41,6 +41,11 @@ class CcaConfig:
 
 
 @attrs.frozen(kw_only=True)
+class RoutingAgreementConfig:
+    """How often two routers choose the same experts. It has no keys."""
+
+
+@attrs.frozen(kw_only=True)
 class SvccaConfig:
     """Singular vector canonical correlations."""
 
