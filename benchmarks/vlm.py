@@ -1,11 +1,12 @@
 """Vision-language models: steps, decoding, packing, images into tiles, and the shapes task.
 
-    python benchmarks/vlm.py step|decoding|packing|preprocessing|shapes
+    python benchmarks/vlm.py step|modalities|decoding|packing|preprocessing|shapes
 
 ``step``: a step of the joint decoder against the text model of equal token count, and against that and the encoder
-alone; what the encoder keeps for backward, trained and frozen. ``decoding``: a token after a prompt with images,
-against one after text of that length; cross-attention in place of a layer's own, and in a layer inserted before it,
-which is one of five then, beside text of five. ``packing``: answer tokens a second, packed against padded,
+alone; what the encoder keeps for backward, trained and frozen. ``modalities``: blocks with weights of each modality,
+products by groups against all positions through both, and against blocks of text. ``decoding``: a token after a prompt
+with images, against one after text of that length; cross-attention in place of a layer's own, and in a layer inserted
+before it, which is one of five then, beside text of five. ``packing``: answer tokens a second, packed against padded,
 and the loss curves of two short trainings.
 ``preprocessing``: images per second of one core, from the bytes of a JPEG to tiles of 224 pixels. ``shapes``: steps and
 seconds of training until the four architectures caption 95 % of 128 held-out shapes, and what they come to at the end.
@@ -26,6 +27,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -35,7 +37,10 @@ from PIL import Image
 from forge_core.config.builder import ComponentBuilder
 from forge_core.registry.discovery import discover
 from forge_core.train.initialisation import SeededInitializer
+from forge_plugins_dense.attention import BlockInputs
+from forge_plugins_moe.grouped import takes_grouped
 from forge_plugins_vlm.contracts.image_processor import ImageProcessor, ImageProcessorConfig
+from forge_plugins_vlm.fusions import by_modality
 from forge_plugins_vlm.images.anyres import Anyres
 from forge_plugins_vlm.images.config import AnyresConfig, NaflexConfig, SquareConfig, TilesConfig
 from forge_plugins_vlm.images.naflex import Naflex
@@ -53,6 +58,7 @@ PACKED_STEPS = 80
 def main() -> None:
     sections = {
         "step": step,
+        "modalities": modalities,
         "decoding": decoding,
         "packing": packing,
         "preprocessing": preprocessing,
@@ -104,6 +110,32 @@ def step(given: argparse.Namespace) -> None:
     print(f"joint without its encoder {own / times['text']:.3f} of text (wanted: at most 1.05)")
     for name, model in (("trained", joint), ("frozen", frozen)):
         print(f"kept for backward by the encoder, {name}: {kept_bytes(model, inputs['pixels']) / 2**20:.1f} MiB")
+
+
+def modalities(given: argparse.Namespace) -> None:
+    """A forward and backward of the blocks of a batch of 8 rows, in which 64 positions of a row are of an image."""
+    slots = batch(given, 8)["image_slots"]
+    hidden = torch.randn(*slots.shape, given.dim, generator=torch.Generator().manual_seed(0))
+    angles = torch.empty(1, given.positions, 1, 0)
+    surroundings = BlockInputs(angles, angles, causal=True, facts={"image_slots": slots})
+
+    def run_of(model: Any, *, by_groups: bool = True) -> Callable[[], None]:
+        def run() -> None:
+            read = hidden
+            with mock.patch.object(by_modality, "takes_grouped", lambda weight: by_groups and takes_grouped(weight)):
+                for block in model.blocks.values():
+                    read = block(read, surroundings)
+            read.square().sum().backward()
+            model.zero_grad(set_to_none=True)
+
+        return run
+
+    text = build(given, "transformer")
+    for fusion in ({"name": "mixture_of_transformers"}, {"name": "moma", "image": "mlp"}):
+        model = build(given, fusion=fusion)
+        groups, both, dense = medians([run_of(model), run_of(model, by_groups=False), run_of(text)], given.rounds)
+        print(f"{fusion['name']:26}{1000 * groups:8.1f} ms by groups, {groups / dense:.2f} of blocks of text")
+        print(f"{'':26}{1000 * both:8.1f} ms through both, {both / dense:.2f} of them: {both / groups:.2f} by groups")
 
 
 def kept_bytes(model: Any, pixels: torch.Tensor) -> int:

@@ -68,6 +68,7 @@ ELSEWHERE = {
 CASES = [
     *(pytest.param(name, arguments, id=name, marks=pytest.mark.slow) for name, arguments in SHORT.items()),
     *(pytest.param(name, arguments, id=name, marks=pytest.mark.nightly) for name, arguments in LONG.items()),
+    pytest.param("vlm", ["modalities", *SHORT["vlm"][1:]], id="vlm modalities", marks=pytest.mark.nightly),
 ]
 
 

@@ -55,6 +55,7 @@ def vision(fusion: str, more: str = "") -> tuple[str, ...]:
     return (f'model={{{model} connector={{name="mlp"}}, fusion={{{fusion}}}{more}}}', *VISION)
 
 
+BY_MODALITY = vision('name="mixture_of_transformers"')
 EXPERTS_BY_MODALITY = (
     'name="moe", n_experts=4, hidden_dim=32, router={name="expert_choice", experts_per_token=1, '
     'score_function="sigmoid", predictor=true}'
@@ -109,7 +110,8 @@ BY_NIGHT = (
     Job("shared", (f"{EXPERTS}.shared_experts=1",), sparse=True),
     Job("capacity", (f"{EXPERTS}.capacity_factor=1.25",), sparse=True),
     Job("images-across", vision('name="cross_attention", layers=[0]')),
-    Job("images-weights", vision('name="mixture_of_transformers"')),
+    Job("images-weights", BY_MODALITY),
+    Job("images-weights-bf16", (*BY_MODALITY, "train.precision=bf16", "optimizer.lr=1e-4")),
     Job(
         "images-experts",
         vision(f'name="moma", image={{{EXPERTS_BY_MODALITY}}}', f", feed_forward={{{EXPERTS_BY_MODALITY}}}"),

@@ -26,15 +26,19 @@ def grouped_product(counts: torch.Tensor, like: torch.Tensor) -> Product:
         counts: ``(E,)`` int64. Rows beyond their sum give what was in memory.
         like: a stack of weights ``(E, N, K)``; others have the dtype and the sizes, N and K maybe exchanged.
     """
-    aligned = all(size * like.element_size() % 16 == 0 for size in like.shape[1:])
-    if like.device.type not in ("cpu", "cuda", "meta") or not aligned:
+    if not takes_grouped(like):
         return _loop(counts)
     ends = counts.cumsum(0, dtype=torch.int32)
     if like.dtype == torch.bfloat16 and like.device.type == "cuda":
         return lambda rows, weight: _product_in_bf16(rows, weight, ends)
-    if like.dtype in (torch.float32, torch.float16, torch.bfloat16):
-        return lambda rows, weight: _product(rows, weight, ends)
-    return _loop(counts)
+    return lambda rows, weight: _product(rows, weight, ends)
+
+
+def takes_grouped(weight: torch.Tensor) -> bool:
+    """Return whether ``grouped_mm`` takes such weights, ``(…, N, K)``."""
+    aligned = all(size * weight.element_size() % 16 == 0 for size in weight.shape[-2:])
+    known = weight.device.type in ("cpu", "cuda", "meta")
+    return known and aligned and weight.dtype in (torch.float32, torch.float16, torch.bfloat16)
 
 
 def _product_in_bf16(rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:

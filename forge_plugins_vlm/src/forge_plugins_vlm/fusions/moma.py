@@ -18,6 +18,7 @@ from forge_core.contracts.observation import Site
 from forge_plugins_dense.attention import BlockInputs
 from forge_plugins_dense.block import Block, generating, sites_within
 from forge_plugins_vlm.config import VisionLanguageConfig
+from forge_plugins_vlm.fusions.by_modality import PRODUCTS, ByModality
 from forge_plugins_vlm.fusions.config import MoMaConfig
 from forge_plugins_vlm.fusions.selected import Selected, is_image, limited, selected_sites
 
@@ -47,8 +48,12 @@ class MoMaBlock(Block):
     def changed(self, hidden: torch.Tensor, surroundings: BlockInputs, *, generates: bool) -> torch.Tensor:
         """Same as ``Block.changed``."""
         normed, images = self.feed_forward_norm(hidden), is_image(surroundings)
-        text = self._by(self.feed_forward, normed, limited(surroundings, ~images), generates)
-        image = self._by(self.image_feed_forward, normed, limited(surroundings, images), generates)
+        if order := ByModality.of_dense(images, self.feed_forward, self.image_feed_forward):
+            rows = order.fed_forward(order.rows(normed, normed), self.feed_forward, self.image_feed_forward)
+            text = image = order.positions(rows)
+        else:
+            text = self._by(self.feed_forward, normed, limited(surroundings, ~images), generates)
+            image = self._by(self.image_feed_forward, normed, limited(surroundings, images), generates)
         changed: torch.Tensor = self.changed_text(text, ~images) + self.changed_image(image, images)
         return changed if self.feed_forward_output_norm is None else self.feed_forward_output_norm(changed)
 
@@ -79,7 +84,8 @@ class MoMaBlock(Block):
 
     def recompute_plan(self) -> Mapping[str, Recompute]:
         layer = self.image_feed_forward
-        return {**super().recompute_plan(), **(layer.recompute_plan() if hasattr(layer, "recompute_plan") else {})}
+        own = layer.recompute_plan() if hasattr(layer, "recompute_plan") else {}
+        return {**super().recompute_plan(), **own, **PRODUCTS}
 
     def parameter_roles(self) -> dict[str, ParameterRole]:
         roles = self.image_feed_forward.parameter_roles()

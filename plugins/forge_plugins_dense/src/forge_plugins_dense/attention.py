@@ -112,13 +112,18 @@ class Attention(nn.Module):
         self, hidden: torch.Tensor, surroundings: BlockInputs
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries, keys and values of ``(B, S, D)``, normed and rotated: ``(B, S, heads, head_dim)`` each."""
+        return self.in_heads(self.q(hidden), self.k(hidden), self.v(hidden), surroundings)
+
+    def in_heads(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, surroundings: BlockInputs
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """What ``project`` gives, from what ``q``, ``k`` and ``v`` give: ``(B, S, heads · head_dim)`` each."""
         # The number of heads is left open: under tensor parallelism this rank has a part of them.
-        split = (*hidden.shape[:2], -1, self.head_dim)
-        q, k, v = self.q(hidden), self.k(hidden), self.v(hidden).view(split)
+        split = (*q.shape[:2], -1, self.head_dim)
         if self.q_norm is not None and self.k_norm is not None:
-            shape = split if self.qk_norm_over == "head" else (*hidden.shape[:2], -1)
+            shape = split if self.qk_norm_over == "head" else (*q.shape[:2], -1)
             q, k = self.q_norm(q.view(shape)), self.k_norm(k.view(shape))
-        q, k = q.view(split), k.view(split)
+        q, k, v = q.view(split), k.view(split), v.view(split)
         q, k = rotate(q, surroundings.cos, surroundings.sin), rotate(k, surroundings.cos, surroundings.sin)
         if self.logit_scale != 1:
             q = q * self.logit_scale
