@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from small_vlm import EXPERTS, entries, images
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
@@ -194,6 +195,40 @@ def test_there_are_no_groups_of_a_dtype_or_a_size_without_them_nor_for_one_token
     assert order(dtype, features, length) is None
 
 
+@pytest.mark.parametrize(
+    ("capability", "dtype", "has_kernel"),
+    [
+        ((9, 0), torch.bfloat16, True),
+        ((10, 0), torch.bfloat16, True),
+        ((9, 0), torch.float32, False),
+        ((8, 0), torch.bfloat16, False),
+        ((12, 0), torch.bfloat16, False),
+    ],
+)
+def test_a_gpu_has_groups_where_one_kernel_multiplies_all(monkeypatch, capability, dtype, has_kernel):
+    """Elsewhere torch copies the counts to the host."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    with FakeTensorMode():
+        pair = [nn.Linear(8, 8, bias=False, device="meta") for _ in range(2)]
+        for layer in pair:
+            layer.weight = nn.Parameter(torch.empty(8, 8, dtype=dtype, device="cuda:0"))
+        order = ByModality.of_linear(torch.zeros(2, 4, dtype=torch.bool), pair)
+
+    assert (order is not None) == has_kernel
+
+
+@pytest.mark.parametrize("when", ["forward", "forward_pre", "full_backward", "full_backward_pre"])
+@pytest.mark.parametrize("part", ["image_feed_forward", "image_feed_forward.down", "feed_forward", "feed_forward.up"])
+def test_there_are_no_groups_while_a_layer_has_a_hook(make_model, when, part):
+    block, is_image = make_model(**DENSE, n_layers=1).blocks["0"], torch.zeros(2, 4, dtype=torch.bool)
+    layers = block.feed_forward, block.image_feed_forward
+
+    hook = getattr(block.get_submodule(part), f"register_{when}_hook")(lambda *_: None)
+    assert ByModality.of_dense(is_image, *layers) is None
+    hook.remove()
+    assert ByModality.of_dense(is_image, *layers) is not None
+
+
 def test_dense_layers_of_two_shapes_and_experts_are_called(make_model):
     is_image = torch.zeros(2, 4, dtype=torch.bool)
 
@@ -204,6 +239,7 @@ def test_dense_layers_of_two_shapes_and_experts_are_called(make_model):
     assert order(MLP, MLP) is not None
     for image in ({**MLP, "hidden_dim": 16}, {**MLP, "activation": "gelu", "gated": False}, {**MLP, "bias": True}):
         assert order(MLP, image) is None
+    assert order({**MLP, "activation": "gelu", "gated": False}, MLP) is None
     assert order(MLP, EXPERTS) is None
 
 
