@@ -19,6 +19,9 @@ LEFT_OUT = (
     *("hooks/forge_models.md", "hooks/forge_supervisors.md", "hooks/forge_warm_starts.md"),
     *("hooks/forge_weight_layouts.md", "hooks/forge_phase_plans.md", "hooks/forge_observers.md", "command-line.md"),
     *("hooks/forge_checkpoint_mirrors.md", "hooks/forge_report_sections.md", "hooks/forge_run_columns.md"),
+    *("hooks/forge_cluster_environments.md", "hooks/forge_kinds.md", "hooks/forge_parametrizations.md"),
+    *("hooks/forge_checks.md", "hooks/forge_commands.md", "hooks/forge_tokenizers.md", "hooks/forge_weight_sources.md"),
+    *("hooks/forge_evaluations.md", "hooks/forge_feed_forwards.md", "write-a-router.md", "write-an-optimizer.md"),
     *("replicas.md", "stores.md", "write-a-mirror.md", "write-a-mixer.md", "write-an-encoder.md"),
 )
 """Pages for those who work on Forge itself, who have a checkout; and pages that few need, beside those of their
