@@ -68,17 +68,22 @@ def test_the_report_is_a_table_with_what_to_do(monkeypatch, capsys, tmp_path, wi
     assert all(line == line.rstrip() for line in said.splitlines())
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="runs are on the GPU here")
 @pytest.mark.parametrize(
-    ("emulated", "state", "advice"), [(True, "warning", 'train.precision = "fp32"'), (False, "fine", "")]
+    ("emulated", "state", "advice"), [(True, "warning", 'train.precision = "%s"'), (False, "fine", "")]
 )
-def test_a_cpu_that_emulates_bf16_is_a_warning(tmp_path, monkeypatch, emulated, state, advice):
+@pytest.mark.parametrize(("has_gpu", "device", "faster"), [(False, "CPU", "fp32"), (True, "GPU", "fp16")])
+def test_a_machine_that_emulates_bf16_is_a_warning(
+    tmp_path, monkeypatch, has_gpu, device, faster, emulated, state, advice
+):
     monkeypatch.setattr("forge_core.distributed.mesh.emulates_bf16", lambda device: emulated)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
 
     (found,) = [one for one in software.look(CheckContext(tmp_path, discover())) if one.subject == "bf16"]
 
     assert found.state == state
-    assert advice in found.advice
+    assert found.found.startswith(f"this {device} ")
+    assert (advice and advice % faster) in found.advice
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a place that not even root can write to: /proc")

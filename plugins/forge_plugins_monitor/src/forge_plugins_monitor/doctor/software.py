@@ -25,8 +25,7 @@ def look(_: CheckContext) -> Iterator[Finding]:
     elif torch.cuda.is_available():
         advice = "install a build of torch with NCCL; several GPUs cannot work together without it"
         yield Finding("NCCL", "warning", "this torch has none", advice)
-    else:
-        yield _bf16()
+    yield _bf16()
     yield _threads()
 
 
@@ -48,15 +47,15 @@ def _cuda() -> Finding:
 
 
 def _bf16() -> Finding:
-    """On a machine whose runs are on the CPU."""
     import torch
 
     from forge_core.distributed.mesh import emulates_bf16
 
-    if not emulates_bf16(torch.device("cpu")):
-        return Finding("bf16", "fine", "this CPU has products in bf16")
-    advice = 'train with train.precision = "fp32" here; the default, bf16, takes several times as long'
-    return Finding("bf16", "warning", "this CPU emulates products in bf16", advice)
+    device, faster = ("GPU", "fp16") if torch.cuda.is_available() else ("CPU", "fp32")
+    if not emulates_bf16(torch.device("cuda" if device == "GPU" else "cpu")):
+        return Finding("bf16", "fine", f"this {device} has products in bf16")
+    advice = f'train with train.precision = "{faster}" here; the default, bf16, takes several times as long'
+    return Finding("bf16", "warning", f"this {device} emulates products in bf16", advice)
 
 
 def _threads() -> Finding:
