@@ -14,7 +14,7 @@ import click
 from forge_core import __version__
 from forge_core.commands.invocation import Invocation, load_command
 from forge_core.config.describe import printable
-from forge_core.errors import ExitCode, ForgeError, exit_code_of
+from forge_core.errors import ExitCode, ForgeError, did_you_mean, exit_code_of
 from forge_core.registry.hookspecs import CORE_COMMANDS
 from forge_core.registry.plugin_files import TRUST_VARIABLE
 
@@ -163,8 +163,6 @@ def _meant(error: click.ClickException) -> str:
     choice = error.param.type if isinstance(error, click.BadParameter) and error.param is not None else None
     if not isinstance(choice, click.Choice) or "'" not in error.message:
         return ""
-    from forge_core.registry.suggestions import did_you_mean
-
     return did_you_mean(error.message.split("'")[1], map(str, choice.choices))
 
 

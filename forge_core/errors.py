@@ -89,6 +89,16 @@ def nearest_hint(word: str, names: Iterable[str]) -> str:
     return f"; did you mean {near!r}?" if (near := nearest(word, names)) else ""
 
 
+def did_you_mean(word: str, names: Iterable[str], likeness: float = 0.6) -> str:
+    """``" Did you mean 'x'?"`` with a space in front, or nothing.
+
+    Args:
+        likeness: the least that counts, 0 to 1; more than usual where all names share a prefix.
+    """
+    near = nearest(word, names, likeness)
+    return f" Did you mean '{near}'?" if near else ""
+
+
 def nearest(word: str, names: Iterable[str], likeness: float = 0.6) -> str | None:
     """The name that was probably meant by ``word``: the most alike in any case of letters, one that it begins, or the
     only one that it abbreviates (``hf``, ``lr``).

@@ -447,13 +447,8 @@ def _component_problems(path: KeyPath, use: ComponentRef, job: Job, catalog: Cat
     except ConfigError as error:
         return [Problem(path, str(error))]
     except Exception as error:  # noqa: BLE001  # a plugin's mistake is that plugin's, and the rest is still reported
-        return [
-            Problem(
-                path,
-                f"the check of {kind_words(use.kind)} '{use.qualified_name}' fails "
-                f"({type(error).__name__}: {error}). This is a bug in {use.provider}.",
-            )
-        ]
+        words = f"the check of {kind_words(use.kind)} '{use.qualified_name}' fails ({type(error).__name__}: {error})"
+        return [Problem(path, f"{words}. This is a bug in {use.provider}.")]
 
 
 def _factory_problems(path: KeyPath, use: ComponentRef, catalog: Catalog) -> list[Problem]:

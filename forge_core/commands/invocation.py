@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from forge_core.errors import ConfigError, ForgeError, PluginError
+from forge_core.errors import ConfigError, ForgeError, PluginError, did_you_mean
 from forge_core.registry.component import Command
 
 if TYPE_CHECKING:
@@ -41,8 +41,6 @@ class Invocation:
         installed = {plugin.distribution for plugin in catalog.plugins}
         for name in self.disabled:
             if canonical_distribution(name) not in installed:
-                from forge_core.registry.suggestions import did_you_mean
-
                 near = did_you_mean(canonical_distribution(name), installed)
                 raise ConfigError(f"--disable-plugin {name}: no plugin of that name is installed.{near}")
         if notes_slow:

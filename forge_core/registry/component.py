@@ -16,7 +16,8 @@ DOC = "forge_doc"
 """The entry of a field's metadata that describes it, where no docstring stands under it."""
 
 _NAME = re.compile(r"[a-z][a-z0-9]*([-_][a-z0-9]+)*")
-_REFERENCE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
+_MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
+_REFERENCE = re.compile(_MODULE.pattern + r":[A-Za-z_]\w*")
 
 
 def _is_name(_: object, attribute: attrs.Attribute[str], value: str) -> None:
@@ -35,9 +36,20 @@ def _is_summary(_: object, attribute: attrs.Attribute[str], value: str) -> None:
         raise ValueError(f"{attribute.name} must be one line of 1 to 100 characters, got {value!r}")
 
 
+def _is_text(_: object, attribute: attrs.Attribute[str], value: str) -> None:
+    if not isinstance(value, str):
+        raise ValueError(f"{attribute.name} must be a sentence, got {value!r}")
+
+
 def _are_names(_: object, attribute: attrs.Attribute[tuple[str, ...]], value: tuple[str, ...]) -> None:
     for name in value:
         _is_name(None, attribute, name)  # type: ignore[arg-type]  # only the attribute's name is used
+
+
+def _are_modules(_: object, attribute: attrs.Attribute[tuple[str, ...]], value: tuple[str, ...]) -> None:
+    for module in value:
+        if not isinstance(module, str) or not _MODULE.fullmatch(module):
+            raise ValueError(f"{attribute.name} must be names as import has them, got {module!r}")
 
 
 def _tuple(values: Iterable[Any]) -> tuple[Any, ...]:
@@ -73,9 +85,9 @@ class Component:
     """The kind, of an entry of the list ``components`` of a plugin module; the hook says it of what it yields."""
     aliases: tuple[str, ...] = attrs.field(default=(), converter=_names, validator=_are_names)
     """Further names that resolve to this component."""
-    deprecated: str = ""
+    deprecated: str = attrs.field(default="", validator=_is_text)
     """If not empty: a sentence that says what to use instead, printed whenever the component is chosen."""
-    modules: tuple[str, ...] = attrs.field(default=(), converter=_names)
+    modules: tuple[str, ...] = attrs.field(default=(), converter=_names, validator=_are_modules)
     """Importable modules that the factory needs beyond the plugin's own dependencies (optional extras)."""
 
 

@@ -19,7 +19,7 @@ import attrs
 import pluggy
 
 from forge_core import __version__
-from forge_core.errors import ForgeError, PluginError, with_article
+from forge_core.errors import ForgeError, PluginError, did_you_mean, with_article
 from forge_core.registry.catalog import Catalog, Plugin, Status
 from forge_core.registry.component import Check, Command, Component, Kind
 from forge_core.registry.entry_points import (
@@ -197,8 +197,6 @@ def _refuse_unknown_hooks(candidates: Collection[_Candidate]) -> None:
         implemented = candidate.hooks
         needed = {hook for hook, found in implemented.items() if not all(one.optionalhook for one in found)}
         for hook in sorted(needed - known):
-            from forge_core.registry.suggestions import did_you_mean  # a dear import, for the sad path only
-
             optional = " If another plugin adds it, mark it @hookimpl(optionalhook=True)."
             candidate.fail("broken", f"unknown hook '{hook}'.{did_you_mean(hook, known, 0.8) or optional}")
         for hook in sorted(known - implemented.keys()):
@@ -238,12 +236,12 @@ def _listed(candidate: _Candidate, kinds: Iterable[Kind]) -> dict[str, list[Comp
     """The list ``components`` of a plugin module, by kind; the plugin is broken if it holds anything else."""
     listed = getattr(candidate.module, "components", ())
     descriptors, found = {kind.name: kind.descriptor for kind in kinds}, dict[str, list[Component]]()
-    for one in listed if isinstance(listed, (list, tuple)) else ():
+    if isinstance(listed, (Iterable, Component)) and not isinstance(listed, (list, tuple)):
+        candidate.fail("broken", f"components: it must be a list of descriptions, not {_a(listed)}")
+    for one in listed if isinstance(listed, (list, tuple)) else ():  # a function or a module may have the name
         if not isinstance(one, Component):
             candidate.fail("broken", f"components: it must hold descriptions of type Component, not {_a(one)}")
         elif one.kind not in descriptors:
-            from forge_core.registry.suggestions import did_you_mean  # a dear import, for the sad path only
-
             hint = did_you_mean(one.kind, descriptors) or f" Kinds: {', '.join(descriptors)}."
             candidate.fail("broken", f"components: '{one.name}' has the kind {one.kind!r}, which is none.{hint}")
         elif not isinstance(one, descriptors[one.kind]):

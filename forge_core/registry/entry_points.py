@@ -107,7 +107,7 @@ def _core_of(file: str) -> str:
 
 def _text(file: str) -> str:
     try:
-        with open(file, encoding="utf-8") as content:  # noqa: PTH123  # speed
+        with open(file, encoding="utf-8", errors="replace") as content:  # noqa: PTH123  # speed
             return content.read()
     except OSError:
         return ""

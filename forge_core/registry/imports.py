@@ -7,7 +7,7 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from forge_core.errors import ForgeError, PluginError
+from forge_core.errors import ForgeError, PluginError, did_you_mean
 from forge_core.registry.plugin_output import output_of
 
 if TYPE_CHECKING:
@@ -68,8 +68,6 @@ def why_undefined(reference: str) -> str:
     names = [one.get_name() for one in symbols if one.is_assigned() or one.is_imported()]
     if name in names or "__getattr__" in names:
         return ""
-    from forge_core.registry.suggestions import did_you_mean
-
     return f"there is no {name} in {path}.{did_you_mean(name, names)}"
 
 
@@ -95,6 +93,4 @@ def source_of(package: str, inner: list[str]) -> Path | str | None:
     known = [file.stem for folder in folders for file in folder.glob("*.py")]
     if not known:  # not in a folder: in a zip file, or made by a loader of its own
         return None
-    from forge_core.registry.suggestions import did_you_mean
-
     return f"there is no module '{'.'.join((package, *inner))}'.{did_you_mean(inner[-1], known)}"

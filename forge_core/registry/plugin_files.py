@@ -16,7 +16,7 @@ from importlib.util import module_from_spec, spec_from_loader
 from types import CodeType, ModuleType
 from typing import Any, TypeVar
 
-from forge_core.errors import ConfigError
+from forge_core.errors import ConfigError, did_you_mean
 from forge_core.registry.catalog import Catalog, Plugin
 from forge_core.registry.component import Component, Kind, kind_words
 from forge_core.registry.imports import HEAVY_MODULES
@@ -168,8 +168,6 @@ class _TextLoader(SourceFileLoader):
 def _component(file: str, module: ModuleType, made: Any, about: dict[str, Any], kinds: Mapping[str, Kind]) -> Component:
     kind = about["kind"]
     if kind not in kinds:
-        from forge_core.registry.suggestions import did_you_mean  # a dear import, for the sad path only
-
         hint = did_you_mean(kind, kinds) or f" Kinds: {', '.join(kinds)}."
         raise ConfigError(f"{file}: @component({kind!r}) names no kind.{hint}")
     try:

@@ -3,26 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from difflib import get_close_matches
 from typing import TYPE_CHECKING
 
-from forge_core.errors import nearest, with_article
+from forge_core.errors import did_you_mean, nearest, with_article
 from forge_core.registry.component import kind_words
 from forge_core.registry.entry_points import canonical_distribution
 from forge_core.registry.known_plugins import cluster_of, published_names, publishers, publishers_of_kind, serving_pass
 
 if TYPE_CHECKING:
     from forge_core.registry.catalog import Catalog
-
-
-def did_you_mean(name: str, known: Iterable[str], likeness: float = 0.6) -> str:
-    """``" Did you mean 'x'?"`` with a space in front, or nothing.
-
-    Args:
-        likeness: the least that counts, 0 to 1; more than usual where all names share a prefix.
-    """
-    near = nearest(name, known, likeness)
-    return f" Did you mean '{near}'?" if near else ""
 
 
 def why_no_component(catalog: Catalog, kind: str, name: str) -> str:
@@ -125,9 +114,8 @@ def _where_published(catalog: Catalog, kind: str, name: str, distribution: str |
 
 
 def _near_published(catalog: Catalog, kind: str, name: str) -> str:
-    for near in get_close_matches(name, sorted(set(published_names(kind))), n=1):
-        return f" Did you mean '{near}'? It {_where_published(catalog, kind, near)}."
-    return ""
+    near = nearest(name, sorted(set(published_names(kind))))
+    return f" Did you mean '{near}'? It {_where_published(catalog, kind, near)}." if near else ""
 
 
 def _install_hint(kind: str) -> str:

@@ -88,6 +88,17 @@ def test_the_first_installation_on_the_path_counts(make_distribution):
     assert names(find("acme")) == ["router:new"]
 
 
+def test_a_distribution_that_is_not_utf8_hides_no_other(make_distribution):
+    make_distribution("acme-neighbour", files=router_plugin("acme_neighbour", "neighbour"))
+    site = make_distribution("acme-old", files=router_plugin("acme_old", "old"))
+    for file in ("METADATA", "entry_points.txt"):
+        path = site / "acme_old-1.0.dist-info" / file
+        path.write_bytes(path.read_bytes() + "# café\n".encode("latin-1"))
+
+    assert names(find("acme-neighbour")) == ["router:neighbour"]
+    assert names(find("acme-old")) == ["router:old"]
+
+
 @pytest.mark.parametrize(
     ("source", "error"),
     [
@@ -146,6 +157,18 @@ HOOK = "from forge_core.api import Command, Component, Kind, PassComponent, hook
             "    yield Component(name='Top K', summary='s', factory='a:b', config='a:c')",
             "forge_routers: ValueError: name must be lower-case words joined by '_' or '-', got 'Top K'",
             id="a bad name after a good one",
+        ),
+        pytest.param(
+            "@hookimpl\ndef forge_routers():\n"
+            "    yield Component(name='a', summary='s', factory='a:b', modules=['scipy>=1'])",
+            "forge_routers: ValueError: modules must be names as import has them, got 'scipy>=1'",
+            id="a requirement for a module",
+        ),
+        pytest.param(
+            "@hookimpl\ndef forge_routers():\n"
+            "    yield Component(name='a', summary='s', factory='a:b', deprecated=True)",
+            "forge_routers: ValueError: deprecated must be a sentence, got True",
+            id="a deprecation that does not say what to use",
         ),
         pytest.param(
             "@hookimpl\ndef forge_routers():\n"

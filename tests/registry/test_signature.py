@@ -291,6 +291,33 @@ def test_a_list_of_components_that_means_nothing_breaks_its_plugin(make_distribu
     assert reason in plugin.reason
 
 
+@pytest.mark.parametrize(
+    ("written", "what"),
+    [
+        ('Component(kind="router", name="a", summary="s", factory="b:c")', "a Component"),
+        ('{"a": Component(kind="router", name="a", summary="s", factory="b:c")}', "a dict"),
+        ('(Component(kind="router", name=name, summary="s", factory="b:c") for name in "ab")', "a generator"),
+    ],
+)
+def test_components_that_are_no_list_break_their_plugin(make_distribution, written, what):
+    source = f"from forge_core.api import Component\ncomponents = {written}"
+    make_distribution("acme-unlisted", files={"acme_unlisted/plugin.py": source})
+
+    (plugin,) = [one for one in discover().plugins if one.distribution == "acme-unlisted"]
+
+    assert plugin.reason == f"components: it must be a list of descriptions, not {what}"
+
+
+def test_a_function_or_a_module_may_be_called_components(make_distribution):
+    for name, source in (
+        ("acme-function", "def components(): return []"),
+        ("acme-module", "import json as components"),
+    ):
+        make_distribution(name, files={f"{name.replace('-', '_')}/plugin.py": source})
+
+    assert {one.status for one in discover().plugins if one.distribution.startswith("acme-")} == {"ok"}
+
+
 def test_a_name_that_is_listed_and_yielded_breaks_its_plugin(make_distribution):
     source = """
         from forge_core.api import Component, hookimpl

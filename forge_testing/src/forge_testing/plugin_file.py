@@ -12,11 +12,10 @@ from typing import Any
 import attrs
 
 from forge_core.config.toml_file import read_plugin_file
-from forge_core.errors import ConfigError, with_article
+from forge_core.errors import ConfigError, did_you_mean, with_article
 from forge_core.registry.component import Kind, kind_words
 from forge_core.registry.discovery import discover
 from forge_core.registry.plugin_files import PROVIDER, registered, with_files
-from forge_core.registry.suggestions import did_you_mean
 from forge_testing.component_case import ComponentCase
 
 

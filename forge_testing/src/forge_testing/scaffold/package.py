@@ -11,9 +11,8 @@ from pathlib import Path
 from string import Template
 
 from forge_core import __version__
-from forge_core.errors import ConfigError
+from forge_core.errors import ConfigError, did_you_mean
 from forge_core.registry.hookspecs import CORE_KINDS
-from forge_core.registry.suggestions import did_you_mean
 
 WITHOUT_PACKAGE = ("checkpoint_mirror", "observer", "phase_plan", "supervisor", "warm_start", "weight_source")
 """Kinds for which no package is written: their page among the hooks has a whole one."""

@@ -16,12 +16,11 @@ import attrs
 import tomli_w
 
 from forge_core.config.describe import literal
-from forge_core.errors import ConfigError, with_article
+from forge_core.errors import ConfigError, did_you_mean, with_article
 from forge_core.registry.component import Component, kind_words
 from forge_core.registry.discovery import discover
 from forge_core.registry.entry_points import canonical_distribution
 from forge_core.registry.plugin_files import PROVIDER, with_files
-from forge_core.registry.suggestions import did_you_mean
 from forge_testing.plugin_file import FileCase, cases_in
 from forge_testing.scaffold.package import HOOKS, check_name, filled, names_of, new_folder, sections, write_files
 
