@@ -74,14 +74,8 @@ def run(
     os.environ["FORGE_DISABLE_PLUGINS"] = ",".join([*obj.disabled, os.environ.get("FORGE_DISABLE_PLUGINS", "")])
     options = [*(["--dry-run"] if dry_run else []), *(["--debug"] if obj.debug else [])]
     checkpoints = RunDirectory(job, writes=False).checkpoints
-    _end(
-        launch(
-            Ranks(world_size, dump_job(job), options, {COMMAND: _command(obj)}),
-            max_restarts=max_restarts,
-            checkpoints=checkpoints,
-            until_the_end=obj.until_the_end,
-        )
-    )
+    asked = Ranks(world_size, dump_job(job), options, {COMMAND: _command(obj)})
+    _end(launch(asked, max_restarts=max_restarts, checkpoints=checkpoints, until_the_end=obj.until_the_end))
 
 
 def _run_here(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
+import threading
 from collections.abc import Mapping
 from datetime import timedelta
 from functools import cached_property
@@ -92,11 +94,8 @@ def build_mesh(job: Job, device: torch.device) -> Mesh:
         ConfigError: the degrees do not multiply to the world size.
     """
     degrees = resolve_degrees(job.parallel, dist.get_world_size())
-    device_mesh = init_device_mesh(
-        device.type if device.type != "mps" else "cpu",
-        tuple(degrees[axis] for axis in AXES),
-        mesh_dim_names=AXES,
-    )
+    kind = "cpu" if device.type == "mps" else device.type
+    device_mesh = init_device_mesh(kind, tuple(degrees[axis] for axis in AXES), mesh_dim_names=AXES)
     return Mesh(device_mesh, {axis: degrees[axis] for axis in AXES}, _experts(device_mesh, job.parallel.ep))
 
 
@@ -151,7 +150,8 @@ def join_process_group(device: torch.device, timeout: float = 600.0) -> None:
     """Join the group that a launcher describes in the environment, or be a group of one.
 
     Args:
-        timeout: seconds to wait for the other ranks, now and in every collective.
+        timeout: seconds to wait for the other ranks, now and in every collective. After three times as long this
+            process ends, if torch has not given up.
 
     Raises:
         ForgeError: the group does not come together; says on which host and port, and why.
@@ -163,9 +163,25 @@ def join_process_group(device: torch.device, timeout: float = 600.0) -> None:
         refuse_unknown_host()
         allow_sockets(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")  # connect to the ranks that are talked to, not to all
+        # torch waits for the store's port, for its first answer (without end), and for the other ranks
+        watch = threading.Timer(limit := 3 * timeout + _GRACE, _leave, [limit])
+        watch.daemon = True
+        watch.start()
         try:
             dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
         except (dist.DistNetworkError, dist.DistStoreError) as error:
             raise why_not_joined(error) from error
+        finally:
+            watch.cancel()
     else:
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+
+
+_GRACE = 30.0
+
+
+def _leave(seconds: float) -> None:
+    """End this process: torch cannot be told to give up a connection that somebody has taken and does not use."""
+    error = why_not_joined(TimeoutError(f"no word in {seconds:.0f} s; another program listens, or rank 0 is stopped"))
+    print(f"error: {error}", file=sys.stderr, flush=True)
+    os._exit(error.exit_code)

@@ -68,14 +68,8 @@ class ProgressBar(Callback):
     """One line at the bottom of the terminal, below the lines that are printed."""
 
     def __init__(self, terminal: RichConsole) -> None:
-        self._progress = Progress(
-            TextColumn("training"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(),
-            console=terminal,
-            transient=True,
-        )
+        columns = TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+        self._progress = Progress(*columns, console=terminal, transient=True)
 
     def run_start(self, run: RunContext) -> None:
         self._bar = self._progress.add_task("training", total=run.total_steps)

@@ -1,5 +1,6 @@
 """torchrun's variables are taken as they are, and Slurm's become them."""
 
+import socket
 import sys
 from functools import partial
 
@@ -7,7 +8,7 @@ import pytest
 
 import fork_server
 from forge_core.distributed import environment as core
-from forge_core.errors import ConfigError
+from forge_core.errors import ConfigError, ExitCode
 from forge_plugins_slurm.cluster_environment import SlurmEnvironment, first_host
 from forge_plugins_slurm.config import SlurmEnvironmentConfig
 
@@ -154,3 +155,18 @@ def test_ranks_that_need_more_open_files_than_are_allowed_are_refused_before_the
 
     sentence = "rank 0 of 1000 needs some 3512 open files, and 1024 are allowed here; raise the limit of the shell"
     assert sentence in said
+
+
+def test_a_port_that_answers_without_a_word_ends_a_rank_that_would_join():
+    with socket.create_server(("localhost", 0)) as silent:
+        group = dict(zip(GROUP, ("1", "2", "1", "localhost", str(silent.getsockname()[1])), strict=True))
+        join = (
+            f"import os, torch; os.environ.update({group!r}); from forge_core.distributed import mesh; "
+            "mesh._GRACE = 0.5; mesh.join_process_group(torch.device('cpu'), 0.5)"
+        )
+
+        ended = fork_server.run([sys.executable, "-c", join], capture_output=True, text=True, timeout=120)
+
+    assert ended.returncode == ExitCode.LOST_PEER
+    assert ended.stderr.startswith("error: rank 1 of 2, on ")
+    assert "and not all ranks have come: no word in 2 s; another program listens, or rank 0 is stopped" in ended.stderr
