@@ -71,8 +71,8 @@ class RunSection:
     supervisor: Annotated[ComponentRef | None, Slot("supervisor")] = None
     """Names a rank that is lost, in a run on several ranks; by default ``peers``, where that is installed."""
     trackers_timeout: float = attrs.field(default=60.0, validator=gt(0))
-    """Seconds that a checkpoint waits for trackers with state to be done with their lines, and the end of the run for
-    all of them."""
+    """Seconds that the start waits for each tracker to be ready, a checkpoint for those with state to be done with
+    their lines, and the end of the run for all of them."""
 
     def check(self, job: Job) -> Objections:
         """A name that is no file's; a ``stop_before_end`` that is not below ``time_limit``."""

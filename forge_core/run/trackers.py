@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import redirect_stdout
 from functools import partial
 from pathlib import Path
 from queue import Queue
@@ -45,16 +47,14 @@ class Trackers:
         names = [(f"plugin.{use.provider}.tracker.{use.name}", (index, use)) for index, use in enumerate(job.trackers)]
         self._served: list[_Served] = []
         for namespace, (index, use) in by_namespace(names if active else []):
-            one = _Served(
-                f"trackers[{index}] {use.qualified_name}",
-                namespace,
-                partial(build, use, run_name=str(job.run.name), run_dir=run_dir, job=job_table(job)),
-                saved.get(namespace, {}),
-                say,
-            )
-            # one after the other, as what a factory prints is caught for the whole process; and before the first step,
-            # when its files in the run's directory are there
-            one.is_built.wait()
+            made = partial(build, use, run_name=str(job.run.name), run_dir=run_dir, job=job_table(job))
+            with redirect_stdout(sys.stdout):  # it is the process' again, also if the factory goes on printing
+                one = _Served(f"trackers[{index}] {use.qualified_name}", namespace, made, saved.get(namespace, {}), say)
+                # one after the other, as what a factory prints is caught for the whole process; and before the first
+                # step, when its files in the run's directory are there
+                is_built = one.is_built.wait(self._patience)
+            if not is_built:
+                say(f"{one.name} is not ready in time (run.trackers_timeout); training does not wait for it")
             self._served.append(one)
         known = {one.namespace for one in self._served}
         for namespace in sorted(saved.keys() - known) if active else ():

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from forge_core.contracts.tracker import Tracker
+from forge_core.registry.plugin_output import output_of
 from forge_core.run import trackers
 from forge_core.run.trackers import Trackers
 
@@ -193,3 +194,29 @@ def test_one_that_fails_is_reported_and_its_state_stays_what_it_was(serve, error
     assert served.states() == before
     served.close("failed")
     assert said == [f"trackers[0] acme:t0 failed and is not asked again: {type(error).__name__}: {error}"]
+
+
+def test_a_tracker_that_does_not_get_ready_is_not_waited_for(serve, capsys):
+    let_go, ready = threading.Event(), threading.Event()
+
+    class Late(Counting):
+        def __init__(self):
+            with output_of("acme"):
+                let_go.wait(60)
+            super().__init__()
+            ready.set()
+
+    started = time.monotonic()
+    served, said = serve(Late, Counting, timeout=0.2)
+    print("of the run")
+
+    assert time.monotonic() - started < 10
+    assert said == ["trackers[0] acme:t0 is not ready in time (run.trackers_timeout); training does not wait for it"]
+    assert capsys.readouterr().out == "of the run\n"
+
+    lines(served, [1])
+    let_go.set()
+    assert ready.wait(60)
+    served.close("completed")
+    late, _ = (one._tracker for one in served._served)
+    assert [step for step, _ in late.lines[:-1]] == [1]
