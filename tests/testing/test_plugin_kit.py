@@ -136,6 +136,25 @@ FAULTS = [
         "test_configs_leave_name_to_the_choice_of_component",
         "has a field called name, the key that chooses the component",
     ),
+    *(
+        (
+            {"config": CONFIG.replace("height: float = 1.0", f"height: {annotation} = {default}")},
+            "test_fields_have_types_that_a_job_can_say",
+            f"FlatConfig.height has the type {foreign}, which cannot be read from TOML, or is not checked",
+        )
+        for annotation, default, foreign in (
+            ("complex", "1j", "complex"),
+            ("tuple[bytes, ...]", "()", "bytes"),
+            ("dict[int, float] | None", "None", r"dict\[int, float\]"),
+            ("__import__('typing').NamedTuple('Pair', [('a', int)])", "None", "Pair"),
+            ("__import__('typing').TypedDict('Table', {'a': int})", "None", "Table"),
+        )
+    ),
+    (
+        {"config": CONFIG.replace("height: float = 1.0", "height = attrs.field(default=1.0)")},
+        "test_fields_have_types_that_a_job_can_say",
+        "FlatConfig.height has the type None",
+    ),
     (
         {"config": CONFIG.replace("None = None", "None = 2.0")},
         "test_optional_fields_default_to_none",
@@ -205,6 +224,27 @@ def test_a_plugin_that_keeps_the_rules_passes(acme, check):
     acme()
 
     getattr(Acme(), check)()
+
+
+@pytest.mark.parametrize(
+    "annotation",
+    [
+        "bool | int | str | None",
+        "__import__('pathlib').Path | None",
+        "__import__('typing').Literal['a', 1] | None",
+        "tuple[tuple[int, float], ...] | None",
+        "__import__('collections').abc.Mapping[str, list[set[str]]] | None",
+        "__import__('typing').NewType('Seconds', float) | None",
+        "__import__('typing').Annotated[int, 'seconds'] | None",
+        "__import__('enum').Enum('Kind', 'A B') | None",
+        "attrs.make_class('Inner', []) | None",
+        "__import__('typing').Any",
+    ],
+)
+def test_types_that_a_job_can_say_pass(acme, annotation):
+    acme(config=CONFIG.replace("height: float = 1.0", f"height: {annotation} = None"))
+
+    Acme().test_fields_have_types_that_a_job_can_say()
 
 
 def test_a_pass_that_declares_what_there_is_passes(acme):

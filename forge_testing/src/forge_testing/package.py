@@ -7,10 +7,13 @@ import json
 import subprocess
 import sys
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from enum import Enum
 from functools import cache
 from importlib import import_module, metadata
-from typing import Any, ClassVar, get_args
+from pathlib import Path
+from types import UnionType
+from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin
 
 import attrs
 import click
@@ -97,6 +100,16 @@ class PluginConformance:
         for label, cls in self._configs():
             keys = [field.alias for field in attrs.fields(cls)]
             assert "name" not in keys, f"{label} has a field called name, the key that chooses the component"
+
+    def test_fields_have_types_that_a_job_can_say(self) -> None:
+        for label, cls in self._configs():
+            for field in attrs.fields(attrs.resolve_types(cls, include_extras=True)):
+                foreign = _foreign(field.type)
+                assert foreign is None, (
+                    f"{label}.{field.name} has the type {foreign}, which cannot be read from TOML, or is not checked: "
+                    "use bool, int, float, str, Path, Literal, Enum, attrs classes, choices of a component, arrays and "
+                    "tables of these (with strings as keys), or Any"
+                )
 
     def test_optional_fields_default_to_none(self) -> None:
         for label, cls in self._configs():
@@ -294,6 +307,29 @@ print(file=answer)  # where a plugin has not ended its line
 print(json.dumps([listing, heavy()]), file=answer)
 answer.close()
 """
+
+
+_PLAIN = (bool, int, float, str, Path, Any, type(None), Literal)
+_ARRAYS = (list, tuple, set, frozenset, Sequence, Set)
+
+
+def _foreign(annotation: Any) -> str | None:
+    """The part of a type that means nothing in TOML; ``None`` if there is none."""
+    origin, parts = get_origin(annotation) or annotation, get_args(annotation)
+    if slot_of(annotation) is not None or origin in _PLAIN or attrs.has(origin):
+        return None
+    if isinstance(origin, type) and issubclass(origin, Enum):
+        return None
+    if hasattr(origin, "__supertype__"):  # a NewType
+        parts = (origin.__supertype__,)
+    elif origin is Annotated:
+        parts = parts[:1]
+    elif origin in (dict, Mapping) and parts[:1] in ((), (str,)):
+        parts = parts[1:]
+    elif origin not in (*_ARRAYS, Union, UnionType):
+        return str(annotation) if parts else getattr(annotation, "__name__", str(annotation))
+    found = (_foreign(part) for part in parts if part is not Ellipsis)
+    return next((one for one in found if one is not None), None)
 
 
 def _is_required(field: attrs.Attribute[Any]) -> bool:
