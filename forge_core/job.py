@@ -261,8 +261,7 @@ def _plugin_problems(plugins: PluginsSection, catalog: Catalog, *, disables: boo
 
 def _completed(job: Job, name: str, catalog: Catalog, world_size: int | None) -> tuple[Job, list[Problem]]:
     """Fill in what follows from the rest, and check what one section says against the others."""
-    run = job.run if job.run.name is not None else attrs.evolve(job.run, name=name)
-    job = attrs.evolve(job, run=run)
+    job = job if job.run.name is not None else attrs.evolve(job, run=attrs.evolve(job.run, name=name))
     problems: list[Problem] = []
     degrees = None
     try:

@@ -6,6 +6,7 @@ import copy
 import re
 import tomllib
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -145,12 +146,10 @@ def key_path(key: str) -> KeyPath:
 
 
 def _without_run_name(base: Document) -> Document:
-    run = base.table.get("run")
-    if not isinstance(run, dict):
-        return base
-    kept = {key: value for key, value in run.items() if key != "name"}
-    locations = {path: place for path, place in base.locations.items() if path[:2] != ("run", "name")}
-    return Document({**base.table, "run": kept}, locations)
+    result = Document(copy.deepcopy(base.table), dict(base.locations))
+    with suppress(InvalidError):  # it has none
+        unset(result, ("run", "name"))
+    return result
 
 
 def with_file_texts(document: Document, folder: Path | None) -> Document:

@@ -41,11 +41,9 @@ class Console(Callback):
             f"lr {metrics['lr']:.2e}",
             f"{metrics['tokens_per_second']:,.0f} tokens/s",
             f"{metrics['step_seconds']:.3f} s/step",
+            *([f"mfu {metrics['mfu']:.1%}"] if "mfu" in metrics else []),
+            *([f"{metrics['memory_gib']:.1f} GiB"] if "memory_gib" in metrics else []),
         ]
-        if "mfu" in metrics:
-            parts.append(f"mfu {metrics['mfu']:.1%}")
-        if "memory_gib" in metrics:
-            parts.append(f"{metrics['memory_gib']:.1f} GiB")
         shown = parts
         while len(shown) > 1 and len("  ".join(shown)) > self._terminal.width:  # the rest is in log.txt
             shown = shown[:-1]

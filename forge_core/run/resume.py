@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -138,6 +138,25 @@ def _refuse_if_nothing(resume: str) -> None:
             raise ConfigError(f"{expected}, and there is nothing of that name")
     except (OSError, ValueError, RuntimeError) as error:
         raise ConfigError(f"{expected}, and it cannot be looked at ({error})") from error
+
+
+def refuse_if_gone(checkpoints: Path, events: Iterable[Mapping[str, Any]]) -> None:
+    """Refuse to train a run once more from its beginning that has saved steps, where no checkpoint is left.
+
+    Args:
+        events: of all attempts at the run.
+
+    Raises:
+        ConfigError: it has, as where a disk is not mounted.
+    """
+    saved = None
+    for event in events:
+        saved = event.get("step") if event["event"] == "saved" else None if event["event"] == "started" else saved
+    if saved is not None:
+        raise ConfigError(
+            f"{checkpoints} has no checkpoint, and this run has saved step {saved} there: is a disk missing? To start "
+            "afresh: with another run.name, or with --resume never"
+        )
 
 
 def refuse_if_incompatible(

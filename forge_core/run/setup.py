@@ -35,7 +35,7 @@ from forge_core.run.console import Console
 from forge_core.run.directory import RunDirectory
 from forge_core.run.global_batch import with_global_batch
 from forge_core.run.lease import Sign, refuse_if_held
-from forge_core.run.resume import Start, choose_start, refuse_if_incompatible, resume_asked_for
+from forge_core.run.resume import Start, choose_start, refuse_if_gone, refuse_if_incompatible, resume_asked_for
 from forge_core.train.build import choose_vocab_size
 from forge_core.train.component_checks import CheckedSchedule
 from forge_core.train.evaluation import NamedEvaluation, build_evaluations
@@ -122,6 +122,8 @@ def begin(job: Job, catalog: Catalog, device: torch.device, peers: Supervisor, *
     resume = run_on_rank0(lambda: resume_asked_for(job, last_job, console.line))
     found = CheckpointStore(store.path, mirror, resume_problem)
     start = choose_start(resume, found, console.line, directory.events())
+    if start.checkpoint is None and start.keeps_until is None and not (dry_run and job.checkpoint.mirror):
+        run_on_rank0(lambda: refuse_if_gone(store.path, directory.events()))
     return Begun(
         job=job,
         catalog=catalog,

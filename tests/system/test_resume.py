@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 
 from forge_core.checkpoint.store import open_checkpoint
 from forge_core.cli import main
-from forge_core.errors import ConfigError
+from forge_core.errors import ConfigError, ExitCode
 from forge_core.job import load_job
 from forge_core.registry.discovery import discover
 from forge_core.run.global_batch import with_global_batch
@@ -162,3 +163,24 @@ def test_a_checkpoint_whose_model_has_a_key_that_is_gone_is_refused_by_its_name(
 
     assert main(["run", str(shared_tiny.config), "run.name=outdated", "train.steps=12"]) == 2
     assert "model.knots: 3 -> unset" in capfd.readouterr().err
+
+
+def test_a_run_whose_checkpoints_are_gone_is_not_begun_once_more_unasked(shared_tiny, training_values, capfd):
+    name = "run.name=without-its-disk"
+    before = training_values(shared_tiny.completed(name, "train.steps=3"))
+    shutil.rmtree(shared_tiny.path("without-its-disk") / "checkpoints")
+
+    assert main(["run", str(shared_tiny.config), name, "train.steps=3"]) == ExitCode.INVALID
+    said = capfd.readouterr().err
+    assert "without-its-disk/checkpoints has no checkpoint, and this run has saved step 3 there: is a disk mis" in said
+
+    # a run that was begun afresh, and was killed before it had saved anything, begins once more
+    afresh = shared_tiny.completed(name, "train.steps=3", "checkpoint.resume=never")
+    assert training_values(afresh) == before
+    events = shared_tiny.path("without-its-disk") / "events.jsonl"
+    lines = events.read_text().splitlines()
+    assert '"event": "saved"' in lines[-2]
+    events.write_text("\n".join(lines[:-2]) + "\n")
+    shutil.rmtree(shared_tiny.path("without-its-disk") / "checkpoints")
+
+    assert training_values(shared_tiny.completed(name, "train.steps=3")) == before
