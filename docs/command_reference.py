@@ -11,7 +11,7 @@ from markdown_table import table  # it lies beside this file
 
 from forge_core.cli import CORE_COMMANDS
 from forge_core.commands.invocation import load_command
-from forge_core.errors import ExitCode
+from forge_core.errors import INTERRUPTED, ExitCode
 from forge_core.registry.catalog import Catalog
 from forge_core.registry.component import Command
 
@@ -23,8 +23,6 @@ RUN = {
     ExitCode.NON_FINITE: "a run gave up: too many steps with values that are not finite",
     ExitCode.LOST_PEER: "a run lost another rank",
 }
-INTERRUPTED = 130
-"""After a second Ctrl-C."""
 
 
 def command_reference(catalog: Catalog) -> Iterator[str]:

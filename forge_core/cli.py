@@ -14,12 +14,9 @@ import click
 from forge_core import __version__
 from forge_core.commands.invocation import Invocation, load_command
 from forge_core.config.describe import printable
-from forge_core.errors import ExitCode, ForgeError, did_you_mean, exit_code_of
+from forge_core.errors import INTERRUPTED, ExitCode, ForgeError, did_you_mean, exit_code_of
 from forge_core.registry.hookspecs import CORE_COMMANDS
 from forge_core.registry.plugin_files import TRUST_VARIABLE
-
-INTERRUPTED = 130
-"""Exit code after Ctrl-C, where a command does not handle it: 128 + SIGINT, as shells have it."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

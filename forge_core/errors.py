@@ -19,6 +19,10 @@ class ExitCode(IntEnum):
     LOST_PEER = 5
 
 
+INTERRUPTED = 130
+"""Exit code after Ctrl-C has been pressed twice, as shells have it: 128 + SIGINT."""
+
+
 class ForgeError(Exception):
     """An error whose message is meant for the user; printed without a traceback unless ``--debug`` is given."""
 
@@ -29,8 +33,8 @@ class ForgeError(Exception):
 
 def exit_code_of(error: BaseException) -> int:
     """How a process ends that ``error`` has ended."""
-    if isinstance(error, SystemExit) and isinstance(error.code, int):
-        return error.code
+    if isinstance(error, SystemExit) and error.code == INTERRUPTED:
+        return INTERRUPTED
     return int(error.exit_code if isinstance(error, ForgeError) else ExitCode.UNEXPECTED)
 
 

@@ -17,7 +17,7 @@ import torch
 
 from forge_core.checkpoint.store import CheckpointStore
 from forge_core.distributed.launcher import LocalRanks
-from forge_core.errors import ConfigError, ExitCode
+from forge_core.errors import INTERRUPTED, ConfigError, ExitCode
 from forge_core.run.directory import ENDS, RunDirectory
 from forge_core.run.fatal import note_end, signal_words
 from forge_core.run.process import hard_exit
@@ -29,8 +29,6 @@ __all__ += ["launch_command", "processes_asked_for"]
 OUTCOME_FILE = "FORGE_OUTCOME_FILE"
 """Environment variable that tells rank 0 where to leave its exit code: it may have ended because another one did, for a
 reason of its own."""
-INTERRUPTED = 128 + signal.SIGINT
-"""Exit code after Ctrl-C has been pressed twice, as shells have it."""
 _MOST_PER_CORE = 32
 """Processes on a core: each takes about 300 MB, and more than a few only try out a layout."""
 

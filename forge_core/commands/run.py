@@ -8,13 +8,14 @@ import shlex
 import sys
 import warnings
 from pathlib import Path
+from traceback import extract_tb
 from typing import Any
 
 import click
 
 from forge_core.contracts.cluster_environment import ClusterEnvironment
 from forge_core.contracts.command import options_of
-from forge_core.errors import ConfigError, ExitCode, ForgeError, NotJoinedError
+from forge_core.errors import INTERRUPTED, ConfigError, ExitCode, ForgeError, NotJoinedError
 from forge_core.run.process import frozen_imports
 
 COMMAND = "FORGE_COMMAND"
@@ -98,14 +99,15 @@ def _run_here(
         job = load_job(config, overrides, catalog=obj.catalog, world_size=world_size, options=options_of(run))
         if choose_device(job.run.device).type == "cpu":
             keep_freed_memory()
+        catalog, command = catalog_of(job, obj.catalog), _command(obj)
         with stacks_on_quit():
-            code = run_job(
-                job,
-                catalog_of(job, obj.catalog),
-                dry_run=dry_run,
-                until_the_end=obj.until_the_end,
-                command=_command(obj),
-            )
+            code = run_job(job, catalog, dry_run=dry_run, until_the_end=obj.until_the_end, command=command)
+    except SystemExit as error:
+        if error.code == INTERRUPTED:
+            raise
+        where = extract_tb(error.__traceback__)[-1]  # of a component, or of what it calls
+        place = f"{where.filename}:{where.lineno}, in {where.name}"
+        raise ForgeError(f"the process was told to exit ({error.code}) before the run had ended: {place}") from error
     except ForgeError as error:
         code = error.exit_code
         if isinstance(error, NotJoinedError) and (sentence := cluster.explain(error)):

@@ -188,14 +188,8 @@ class _Training:
         self._held = held
         self._saved = setup.checkpoint.state() if setup.checkpoint else {}
         self._end_report = EndReport(setup)
-        self._trackers = Trackers(
-            setup.build,
-            setup.job,
-            setup.directory.path,
-            setup.console.line,
-            self._saved.get("trackers", {}),
-            active=setup.mesh.rank == 0,
-        )
+        say, kept, active = setup.console.line, self._saved.get("trackers", {}), setup.mesh.rank == 0
+        self._trackers = Trackers(setup.build, setup.job, setup.directory.path, say, kept, active=active)
         owners = [(setup.build.words_for(setup.job.optimizer), built.optimizer), *setup.callbacks]
         self._evaluation_weights = EvaluationWeights(built.model, owners)
         self._run = self._make_run(built)

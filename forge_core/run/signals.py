@@ -14,6 +14,7 @@ from types import FrameType
 from typing import Any, Self
 
 from forge_core.contracts.callback import Requests
+from forge_core.errors import INTERRUPTED
 
 LAUNCH_FOLDER = "FORGE_LAUNCH_FOLDER"
 """Environment variable in which the launcher of ``--nproc`` tells its ranks of a folder that it shares with them."""
@@ -32,7 +33,7 @@ def stop_on_signals(requests: Requests, say: Callable[[str], None]) -> AbstractC
         name = signal.Signals(number).name
         if requests.stop:
             if number == signal.SIGINT and (is_in_foreground() or _launcher_leaves()):
-                sys.exit(128 + number)
+                sys.exit(INTERRUPTED)
             return
         requests.stop = name
         more = "; once more leaves at once" if number == signal.SIGINT and is_in_foreground() else ""

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import signal
+import sys
 from datetime import datetime
 from pathlib import Path
 
@@ -63,6 +64,17 @@ def told(events):
 
 def fail():
     raise RuntimeError("the power is gone")
+
+
+@pytest.mark.parametrize("told", [0, 3, None, "enough"])
+def test_a_component_that_exits_does_not_end_the_run_well(run, capsys, told):
+    code, events = run("checkpoint.interval=0", at_step=3, happens=lambda: sys.exit(told))
+
+    assert code == 1
+    assert (events[-1]["event"], events[-1]["exit_code"]) == ("failed", 1)
+    assert (
+        f"error: the process was told to exit ({told}) before the run had ended: {__file__}:" in capsys.readouterr().err
+    )
 
 
 def test_the_story_of_a_run_that_is_stopped_fails_and_comes_back(run, capsys):
