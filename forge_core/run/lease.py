@@ -104,10 +104,11 @@ class Lease:
         """
         if not self._is_held():
             found = _read(self._path)
-            who = f"another attempt ({found[0]})" if found else "another attempt, which has ended since,"
+            silent = f"as this one had not given a sign of life for {SILENCE:.0f} s; nothing more is written here"
+            if found:
+                raise LeaseLostError(f"another attempt ({found[0]}) has taken over {self._path.parent}, {silent}")
             raise LeaseLostError(
-                f"{who} has taken over {self._path.parent}, as this one had not given a sign of life for "
-                f"{SILENCE:.0f} s; nothing more is written here"
+                f"{self._path.absolute()} is gone: removed, or another attempt has had the run and ended, {silent}"
             )
 
     def give_back(self) -> None:
