@@ -93,14 +93,10 @@ class Staging:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         on_gpu = device.type == "cuda"
-        self._stager = DefaultStager(
-            StagingOptions(
-                use_pinned_memory=on_gpu,
-                use_shared_memory=False,
-                use_async_staging=on_gpu,
-                use_non_blocking_copy=on_gpu,
-            )
+        options = StagingOptions(
+            use_pinned_memory=on_gpu, use_shared_memory=False, use_async_staging=on_gpu, use_non_blocking_copy=on_gpu
         )
+        self._stager = DefaultStager(options)
         # torch 2.11 closes this after every staging, and has closed it for good; later ones do not
         copies: Any = self._stager._state_dict_stager
         self._release, copies.close = copies.close, lambda: None

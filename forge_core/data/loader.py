@@ -122,8 +122,7 @@ class BatchLoader(AbstractContextManager["BatchLoader"]):
 
     def numbers_of_step(self, start: int) -> list[int]:
         """Where this rank's samples of the step that starts at position ``start`` are in the whole stream."""
-        numbers: list[int] = self.stream.numbers(start + self._offsets.reshape(-1)).tolist()
-        return numbers
+        return [*self.stream.numbers(start + self._offsets.reshape(-1)).tolist()]
 
     def step_at(self, start: int) -> Iterator[Batch]:
         """This rank's microbatches of the step that starts at position ``start``, once more; the loader stays where it
@@ -190,7 +189,7 @@ class BatchLoader(AbstractContextManager["BatchLoader"]):
     def _read(self, positions: np.ndarray) -> Batch:
         try:
             batch = _tensors(self.stream.read(positions))
-            _refuse_weights(batch.get("weights"), positions)
+            _refuse_samples(batch, positions, self.stream.source.vocab_size)
         except ForgeError:
             raise
         except Exception as error:
@@ -201,23 +200,31 @@ class BatchLoader(AbstractContextManager["BatchLoader"]):
         return {name: tensor.pin_memory() for name, tensor in batch.items()} if self._pin_memory else batch
 
 
-def _refuse_weights(weights: torch.Tensor | None, positions: np.ndarray) -> None:
+def _refuse_samples(batch: Batch, positions: np.ndarray, vocab_size: int) -> None:
     """
     Raises:
-        ConfigError: a weight is negative, infinite or NaN, or they are no fp32.
+        ConfigError: there are other samples than asked for, or one has an id that is none, or a weight that is
+            negative, infinite, NaN or no fp32.
     """
-    if weights is None:
-        return
-    if weights.dtype != torch.float32:
+    tokens, targets, weights = batch["tokens"], batch["targets"], batch.get("weights")
+    if len(tokens) != len(positions) or targets.shape != tokens.shape:
+        found = f"tokens {tuple(tokens.shape)} and targets {tuple(targets.shape)}"
+        raise ConfigError(f"data: {len(positions)} samples were asked for, and what came has {found}")
+    if tokens.is_floating_point() or targets.is_floating_point():
+        raise ConfigError(f"data: tokens and targets must be int64, and are {tokens.dtype} and {targets.dtype}")
+    if weights is not None and weights.dtype != torch.float32:
         raise ConfigError(f"data: weights of targets must be float32, and are {weights.dtype}")
-    is_wrong = ~(weights.isfinite() & (weights >= 0))
-    if is_wrong.any():
-        row, column = is_wrong.nonzero()[0].tolist()
-        found = float(weights[row, column])
-        raise ConfigError(
-            f"data: target {column} of the sample at position {positions[row]} has the weight {found}; weights must be "
-            "finite and not negative"
-        )
+    must = f"ids are 0 to {vocab_size - 1}"
+    checks = [("token", tokens, (tokens < 0) | (tokens >= vocab_size), must)]
+    checks += [("target", targets, ((targets < 0) & (targets != IGNORED)) | (targets >= vocab_size), must)]
+    if weights is not None:
+        is_wrong = ~(weights.isfinite() & (weights >= 0))
+        checks += [("the weight of target", weights, is_wrong, "weights must be finite and not negative")]
+    for what, values, is_wrong, must in checks:
+        if is_wrong.any():
+            row, column = is_wrong.nonzero()[0].tolist()
+            place = f"{what} {column} of the sample at position {positions[row]}"
+            raise ConfigError(f"data: {place} is {values[row, column].item()}; {must}")
 
 
 def _refuse_to_deal(n_streams: int, dp_size: int, samples_per_step: int) -> None:

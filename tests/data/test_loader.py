@@ -255,14 +255,67 @@ import numpy as np
 from forge_core.data.loader import BatchLoader
 from forge_core.data.stream import SampleStream
 class Source:
+    vocab_size = 100
     def __len__(self): return 100
-    def read(self, indices): return {"tokens": indices}
+    def read(self, indices): return {"tokens": indices[:, None], "targets": indices[:, None]}
 batches = BatchLoader(SampleStream(Source(), 0, True), position=0, batch_size=1, grad_accumulation=1, dp_rank=0,
                       dp_size=1, workers=2, prefetch=8, pin_memory=False)
 next(batches)
 """
     ended = subprocess.run([sys.executable, "-c", program], timeout=60, capture_output=True, text=True, check=False)
     assert (ended.returncode, ended.stderr) == (0, "")
+
+
+WRONG = {
+    "an id beyond": ({"tokens": (2, 99)}, r"token 2 of the sample at position 1 is 99; ids are 0 to 98"),
+    "a negative id": ({"tokens": (0, -1)}, r"token 0 of the sample at position 1 is -1; ids are 0 to 98"),
+    "a target beyond": ({"targets": (3, 99)}, r"target 3 of the sample at position 1 is 99; ids are 0 to 98"),
+    "a negative target": ({"targets": (3, -5)}, r"target 3 of the sample at position 1 is -5; ids are 0 to 98"),
+    "ignored": ({"targets": (3, -100)}, None),
+    "a weight": (
+        {"weights": (1, -0.5)},
+        r"the weight of target 1 of the sample at position 1 is -0.5; weights must be f",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_sample_that_is_wrong_is_told_before_the_model_is_given_it(case):
+    (((name, (column, value)),), sentence) = (tuple(WRONG[case][0].items()), WRONG[case][1])
+
+    class Wrong(NumberedSource):
+        vocab_size = 99
+
+        def read(self, indices):
+            batch = super().read(indices) | {"weights": np.ones((len(indices), 4), np.float32)}
+            batch[name][indices == 1, column] = value
+            return batch
+
+    batches = loader(Wrong(4), batch_size=4, shuffle=False)
+    if sentence is None:
+        assert next(batches)
+        return
+    with pytest.raises(ConfigError, match=f"^data: {sentence}"):
+        next(batches)
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (lambda one: one[:-1], r"4 samples were asked for, and what came has tokens \(3, 4\) and targets \(3, 4\)"),
+        (
+            lambda one: one.astype(np.float32),
+            "tokens and targets must be int64, and are torch.float32 and torch.float32",
+        ),
+    ],
+)
+def test_other_samples_than_asked_for_are_refused(change, sentence):
+    class Wrong(NumberedSource):
+        def read(self, indices):
+            return {name: change(one) for name, one in super().read(indices).items()}
+
+    with pytest.raises(ConfigError, match=sentence):
+        next(loader(Wrong(8), batch_size=4))
 
 
 def test_fewer_samples_than_one_step_needs_is_an_error():
