@@ -409,6 +409,7 @@ def test_empty_and_null_documents_are_counted_and_left_out(tmp_path):
 def test_input_that_cannot_be_used_is_refused_with_a_sentence(tmp_path):
     good = write_jsonl(tmp_path / "good.jsonl", ["a"])
     (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n{"text": \n')
+    (tmp_path / "open.jsonl").write_text('{"text": "abc\n{"text": "a"}\n')
     (tmp_path / "list.jsonl").write_text("[1]\n")
     (tmp_path / "number.jsonl").write_text('{"text": 5}\n')
     (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(os.urandom(9000))[:-2000])
@@ -425,6 +426,7 @@ def test_input_that_cannot_be_used_is_refused_with_a_sentence(tmp_path):
             r"good\.jsonl, line 1 has no 'body'; its keys are id, text \(choose with",
         ),
         ("bad.jsonl", {}, r"bad\.jsonl, line 2 is not JSON: Expecting value at character 11"),
+        ("open.jsonl", {}, r"open\.jsonl, line 1 is not JSON: Invalid control character at character 14"),
         ("list.jsonl", {}, r"has no 'text'; it is not an object"),
         ("number.jsonl", {}, r"'text' must be text, it is 5"),
         ("cut.jsonl.gz", {}, r"cannot read .*cut\.jsonl\.gz|is not UTF-8|is not JSON"),

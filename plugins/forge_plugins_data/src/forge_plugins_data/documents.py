@@ -239,7 +239,11 @@ def _parsed(line: bytes, where: _Line) -> Any:
     except UnicodeDecodeError:
         raise
     except ValueError as error:
-        said = f"{error.msg} at character {error.pos + 1}" if isinstance(error, json.JSONDecodeError) else error
+        said = (
+            f"{error.msg.removesuffix(' at')} at character {error.pos + 1}"
+            if isinstance(error, json.JSONDecodeError)
+            else error
+        )
         cut = "" if line.endswith(b"\n") else "; the file ends within this line, so it may be truncated"
         raise ConfigError(f"{where} is not JSON: {said}{cut}") from error
 
