@@ -92,18 +92,23 @@ def test_a_trace_has_everything_of_a_step_in_the_order_of_computation(alone):
         pytest.param(["parallel.tp=2"], marks=pytest.mark.nightly),
         pytest.param(["train.grad_accumulation=2"], marks=pytest.mark.nightly),
         ["parallel.cp=2"],
-        ["parallel.pp=2"],
+        [
+            *("parallel.pp=2", "parallel.passes.pipeline.schedule=custom", "train.batch_size=2"),
+            *("train.grad_accumulation=2", 'parallel.passes.pipeline.actions=["1F0 1F1 1B1 1B0", "0F0 0F1 0B1 0B0"]'),
+        ],
         pytest.param(
             ["parallel.tp=2", 'parallel.passes.activation_checkpointing.mode="full"'], marks=pytest.mark.nightly
         ),
     ],
-    ids=["tp2", "fsdp2", "cp2", "pp2", "tp2 recomputed"],
+    ids=["tp2", "fsdp2", "cp2", "pp2 reversed", "tp2 recomputed"],
 )
 def test_layouts_agree(job, alone, tmp_path, capsys, layout):
     other = trace(job, tmp_path / "other", "--nproc", "2", *layout)
 
     assert main(["trace", "--compare", str(alone), str(other), "--tolerance", "1e-4"]) == 0
     assert "things of 3 steps agree to 0.0001" in capsys.readouterr().out
+    of_alone, of_other = ([(line["kind"], line["name"]) for line in read_trace(one)] for one in (alone, other))
+    assert of_other == of_alone, "in the order of computation"
 
 
 def test_a_fault_in_the_gradient_of_one_layer_is_found_by_name(job, alone, tmp_path, capsys):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -74,9 +76,9 @@ class Trace(Callback):
             return
         self._contexts.close()
         self._write(run, context.step, "site", _of_samples(run, self._values))
-        gradients = {name: self._gradients[name] for name in reversed(self._values) if name in self._gradients}
+        gradients = {name: self._gradients[name] for name in self._values if name in self._gradients}
         self._write(run, context.step, "site_gradient", _of_samples(run, gradients), backward=True)
-        found = {name: one.grad for name, one in reversed([*run.parameters.items()]) if one.grad is not None}
+        found = {name: one.grad for name, one in run.parameters.items() if one.grad is not None}
         self._write(run, context.step, "gradient", _of_parameters(found), backward=True)
         self._before = {name: one.detach().clone() for name, one in run.parameters.items()}
 
@@ -100,11 +102,22 @@ class Trace(Callback):
         of_stages = run.mesh.gather_over("pp", own)
         if run.rank != 0:
             return
-        found: dict[str, Fingerprint] = {}
-        for one in reversed(of_stages) if backward else of_stages:
-            found |= {name: value for name, value in one.items() if name not in found}
+        names = in_order_of_layers(of_stages)
+        found = {name: value for one in of_stages[:: 1 if backward else -1] for name, value in one.items()}
+        ordered = {name: found[name] for name in (reversed(names) if backward else names)}
         with self._path.open("a", encoding="utf-8") as file:
-            file.write(trace_lines(step, kind, found))
+            file.write(trace_lines(step, kind, ordered))
+
+
+def in_order_of_layers(of_ranks: Iterable[Iterable[str]]) -> list[str]:
+    """The names that ranks along ``pp`` have, each in the order of its own stages, which need not follow each other."""
+    layers: dict[str, int] = {}
+    for names in of_ranks:
+        layer = -1  # of what comes before all blocks; what comes after one is at it
+        for name in names:
+            layer = int(block[1]) if (block := re.match(r"blocks\.(\d+)\.", name)) else layer
+            layers.setdefault(name, layer)
+    return sorted(layers, key=layers.__getitem__)
 
 
 def _add(to: dict[str, Fingerprint], placed: PlacedSite, value: torch.Tensor) -> None:
