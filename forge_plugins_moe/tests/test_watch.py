@@ -325,7 +325,9 @@ def test_layers_of_all_pipeline_stages_are_watched(config):
     """As in one process: the same seed is the same model, and the same samples."""
     expected = config.parent / "runs" / "whole"
 
-    for name, *layout in (["whole"], ["split", "parallel.pp=2", "--nproc", "2"]):
+    actions = 'parallel.passes.pipeline.actions=["1F0 1F1 1B0 1B1", "0F0 0F1 0B0 0B1"]'
+    reversed_stages = ["parallel.pp=2", "parallel.passes.pipeline.schedule=custom", actions]
+    for name, *layout in (["whole"], ["split", *reversed_stages, "--nproc", "2"]):
         run_alone(config, "train.steps=2", f"run.name={name}", "train.grad_accumulation=2", *layout)
 
     split = read_loads(config.parent / "runs" / "split")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
@@ -60,7 +61,8 @@ class WatchExperts(Callback):
         }
         own = {name: layer.config.n_experts for name, layer in self._layers.items()}
         # asked for once, as ranks of another pipeline stage have other layers
-        self._sizes = {name: size for sizes in run.mesh.gather_over("pp", own) for name, size in sizes.items()}
+        sizes = [one for sizes in run.mesh.gather_over("pp", own) for one in sizes.items()]
+        self._sizes = dict(sorted(sizes, key=lambda one: _number(one[0])))
         self._without = {
             name: self._steps_without(name, torch.zeros(layer.config.n_experts, device=run.device))
             for name, layer in self._layers.items()
@@ -174,3 +176,9 @@ class WatchExperts(Callback):
             which = f"expert {new[0]} has" if len(new) == 1 else f"experts {', '.join(map(str, new))} have"
             run.log(f"experts: {name}: {which} had no token for {limit} steps")
         self._told[name] = dead
+
+
+def _number(layer: str) -> float:
+    """Its place in the model: ranks of a pipeline need not have stages that follow each other."""
+    first, number, *_ = f"{layer}..".split(".")
+    return int(number) if first == "blocks" else math.inf
