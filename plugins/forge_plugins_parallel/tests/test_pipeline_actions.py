@@ -8,9 +8,11 @@ import pytest
 from torch.distributed.pipelining.schedules import get_schedule_class
 
 from forge_core.config.sections import ParallelSection
+from forge_core.errors import ConfigError
 from forge_plugins_parallel.config import FullyShardConfig, PipelineConfig, ScheduleName
 from forge_plugins_parallel.pipeline import stages_of_rank
 from forge_plugins_parallel.pipeline_actions import parse_actions
+from forge_plugins_parallel.pipeline_cut import cut_blocks
 from forge_testing.small_model import small_job
 
 REVERSED = ("1F0 1B0 1F1 1B1", "0F0 0F1 0B0 0B1")
@@ -70,14 +72,19 @@ def test_what_is_no_schedule_is_refused(rows, sentence):
 @pytest.mark.parametrize(
     ("keys", "sentence"),
     [
-        ({"schedule": "custom"}, 'go with schedule = "custom", got 0 rows and the schedule custom'),
-        ({"schedule": "1F1B", "actions": REVERSED}, 'go with schedule = "custom", got 2 rows and the schedule 1F1B'),
+        ({"schedule": "custom"}, 'must be given with schedule = "custom": a row for each rank along pp, as "0F0'),
+        ({"schedule": "1F1B", "actions": REVERSED}, 'go with schedule = "custom", and the schedule is "1F1B"; leave'),
         ({"schedule": "custom", "actions": REVERSED, "stages_per_rank": 2}, "actions say which rank has which stages"),
     ],
 )
 def test_actions_and_the_name_of_a_schedule_go_together(keys, sentence):
     with pytest.raises(ValueError, match=sentence):
         PipelineConfig(**keys)
+
+
+def test_more_stages_than_layers_are_refused_by_what_names_them():
+    with pytest.raises(ConfigError, match=r"of 4 stages needs at least one; .* name fewer stages in actions, or"):
+        cut_blocks(dict.fromkeys("abc", 1.0), 4)
 
 
 def problems(actions=REVERSED, microbatches=2, pp=2, **fsdp):

@@ -194,8 +194,10 @@ _V_SCHEDULES = ("ZBVZeroBubble", "DualPipeV")
 
 
 def _are_for_custom(config: "PipelineConfig", _: "attrs.Attribute[tuple[str, ...]]", rows: tuple[str, ...]) -> None:
-    if bool(rows) != (config.schedule == "custom"):
-        raise ValueError(f'go with schedule = "custom", got {len(rows)} rows and the schedule {config.schedule}')
+    if not rows and config.schedule == "custom":
+        raise ValueError('must be given with schedule = "custom": a row for each rank along pp, as "0F0 0F1 0B0 0B1"')
+    if rows and config.schedule != "custom":
+        raise ValueError(f'go with schedule = "custom", and the schedule is "{config.schedule}"; leave them out')
     if rows:
         parse_actions(rows)
 
@@ -298,7 +300,7 @@ def too_few_blocks(n_blocks: int, n_stages: int, at_head: int) -> str:
     last = f", the last {at_head} of them in one stage" if at_head > 1 else ""
     return (
         f"the model has {n_blocks} layers{last}, and each of {n_stages} stages needs at least one; lower parallel.pp "
-        "or stages_per_rank, or raise model.n_layers"
+        "or stages_per_rank, name fewer stages in actions, or raise model.n_layers"
     )
 
 
