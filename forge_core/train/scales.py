@@ -95,7 +95,7 @@ class LossScale:
         self._overflows = self._overflows + overflowed
         good = (self._good + 1 - left_out) * (1 - overflowed)
         grows = (good == _GOOD_STEPS).float()
-        self.factor = self.factor * (1 + grows - 0.5 * overflowed)
+        self.factor = (self.factor * (1 + grows - 0.5 * overflowed)).clamp(max=2.0**127)  # 2¹²⁸ is infinite
         self._good = good * (1 - grows)
 
 

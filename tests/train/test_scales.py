@@ -91,3 +91,14 @@ def test_gradients_are_what_they_would_be_without_a_loss_scale():
     loss_scale.unscale([parameter.grad])
 
     assert parameter.grad.equal(torch.full((4,), 0.5))
+
+
+def test_a_loss_scale_that_no_gradient_overflows_stays_finite():
+    """As after 224,000 steps of gradients that are 0."""
+    largest = 2.0**127
+    loss_scale = LossScale("fp16", CPU)
+    loss_scale.restart({"loss_scale": (largest, 1999.0, 0.0)})
+
+    loss_scale.update(torch.zeros(()), torch.zeros(()))
+
+    assert loss_scale.state()["loss_scale"] == [largest, 0, 0]
