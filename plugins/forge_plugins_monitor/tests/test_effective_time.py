@@ -84,6 +84,15 @@ def test_steps_that_were_left_out_do_not_count(tmp_path):
     assert (found.kept_steps, found.left_out_steps, found.kept_seconds) == (26, 4, 26)
 
 
+def test_nor_do_those_of_fp16_whose_gradients_overflow(tmp_path):
+    lines = [{"step": step, "step_seconds": 1.0, "skipped": 1, "overflows": 2} for step in (10, 20)]
+    run = make_run(tmp_path, events=[STARTED, (100, "stopped", {"step": 20})], metrics=lines, saved=20)
+
+    found = told(run)
+
+    assert (found.kept_steps, found.left_out_steps, found.kept_seconds) == (17, 3, 17)
+
+
 @pytest.mark.parametrize(
     ("events", "kept", "seconds"),
     [

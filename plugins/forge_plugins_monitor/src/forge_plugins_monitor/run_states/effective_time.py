@@ -96,7 +96,8 @@ def _kept(lines: Sequence[Mapping[str, Any]], events: Sequence[Mapping[str, Any]
     kept, before, left_out_before = _Kept(), 0, 0
     for line in lines:
         step = line["step"] if until is None else min(line["step"], until)
-        left_out = line["skipped"] if type(line.get("skipped")) is int else left_out_before
+        counts = [line[name] for name in ("skipped", "overflows") if type(line.get(name)) is int]
+        left_out = sum(counts) if counts else left_out_before
         n_left_out = min(max(0, left_out - left_out_before), max(0, step - before))
         steps = max(0, step - before) - n_left_out
         seconds = min(line["step_seconds"], usual) if line["step"] in first else line["step_seconds"]
