@@ -41,6 +41,7 @@ class Console(Callback):
             f"lr {metrics['lr']:.2e}",
             f"{metrics['tokens_per_second']:,.0f} tokens/s",
             f"{metrics['step_seconds']:.3f} s/step",
+            *([f"loss_scale {metrics['loss_scale']:,.0f}"] if "loss_scale" in metrics else []),
             *([f"mfu {metrics['mfu']:.1%}"] if "mfu" in metrics else []),
             *([f"{metrics['memory_gib']:.1f} GiB"] if "memory_gib" in metrics else []),
         ]

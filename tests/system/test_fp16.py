@@ -23,6 +23,14 @@ def straight(shared_tiny, first_scale):
     return [line for line in shared_tiny.completed(*SETTINGS, "run.name=fp16", "train.steps=10") if "loss" in line]
 
 
+def test_the_terminal_has_the_loss_scale_beside_a_norm_that_overflowed(shared_tiny, straight):
+    log = (shared_tiny.path("fp16") / "log.txt").read_text()
+
+    (first,) = [line for line in log.splitlines() if "step 1/10 " in line]
+    assert "grad_norm inf" in first
+    assert "loss_scale 524,288" in first
+
+
 def checkpoint(tiny, name):
     return open_checkpoint(tiny.path(name) / "checkpoints/step_00000010")
 

@@ -9,7 +9,8 @@ from forge_core.errors import ConfigError
 
 
 def routing_agreement(x: torch.Tensor, y: torch.Tensor) -> float:
-    """``|S ∩ S'| / K``, of the experts S and S' that the two choose for a token; the mean over tokens.
+    """``|S ∩ S'| / K``, of the experts S and S' that the two choose for a token; the mean over tokens. A choice without
+    room counts as one of a further expert, as the site has it.
 
     Args:
         x, y: ``(n, K)``, the numbers of the experts of each token, as the site ``routing_expert`` has them.
