@@ -105,7 +105,8 @@ def _run_here(
     except SystemExit as error:
         if error.code == INTERRUPTED:
             raise
-        where = extract_tb(error.__traceback__)[-1]  # of a component, or of what it calls
+        frames = reversed(extract_tb(error.__traceback__))  # the last is of a component, or of what it calls
+        where = next(frame for frame in frames if frame.name != "exit")  # which wandb puts in place of sys.exit
         place = f"{where.filename}:{where.lineno}, in {where.name}"
         raise ForgeError(f"the process was told to exit ({error.code}) before the run had ended: {place}") from error
     except ForgeError as error:

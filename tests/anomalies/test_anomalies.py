@@ -48,6 +48,10 @@ class Run:
     def train(self, loss=1.0, gradient=1.0, **inputs):
         """One step; returns whether its update is left out."""
         next(self.loader)
+        return self.judge(loss, gradient, **inputs)
+
+    def judge(self, loss=1.0, gradient=1.0, **inputs):
+        """The same of a step whose samples have been read, by the host."""
         self.step += 1
         parameters = {name: nn.Parameter(torch.zeros(n)) for name, n in (("first", 3), ("second", 2))}
         parameters["first"].grad, parameters["second"].grad = torch.ones(3), torch.tensor([0.0, gradient])
@@ -151,10 +155,12 @@ def test_judging_does_not_wait_for_the_device(mesh):
                 waited.append(str(function))
             return function(*args, **(kwargs or {}))
 
-    run = Run(mesh, spike_factor=2.0)
-    with Waits():
-        run.train(pixels=torch.ones(2))
-        run.train(float("nan"))
+    for precision in ("fp32", "fp16"):
+        run = Run(mesh, precision=precision, spike_factor=2.0)
+        for step in ({"pixels": torch.ones(2)}, {"loss": float("nan")}, {"gradient": float("inf")}):
+            next(run.loader)
+            with Waits():
+                run.judge(**step)
 
     assert waited == []
 

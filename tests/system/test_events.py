@@ -77,6 +77,21 @@ def test_a_component_that_exits_does_not_end_the_run_well(run, capsys, told):
     )
 
 
+def test_a_component_that_exits_is_named_where_a_library_has_put_itself_in_place_of_sys_exit(run, capsys, monkeypatch):
+    """As wandb does."""
+    of_python = sys.exit
+
+    def exit(code):  # noqa: A001  # its name is the point
+        of_python(code)
+
+    monkeypatch.setattr(sys, "exit", exit)
+    code, _ = run("checkpoint.interval=0", at_step=3, happens=lambda: sys.exit(0))
+
+    assert code == 1
+    assert f"before the run had ended: {__file__}:" in (said := capsys.readouterr().err)
+    assert ", in <lambda>" in said
+
+
 def test_the_story_of_a_run_that_is_stopped_fails_and_comes_back(run, capsys):
     code, events = run("checkpoint.interval=4", at_step=5, happens=lambda: os.kill(os.getpid(), signal.SIGTERM))
     assert code == 3
