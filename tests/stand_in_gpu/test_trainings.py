@@ -78,6 +78,7 @@ def autoencoder(table: str, data: str = 'name="activation_store", path="{folder}
 BY_DAY = (
     Job("plain"),
     Job("bf16", ("train.precision=bf16",)),
+    Job("fp16", ("train.precision=fp16",)),
     Job("sharded", ("parallel.passes.fsdp=true", "train.grad_accumulation=2")),
     Job("documents", DOCUMENTS),
     Job("compiled", (COMPILED,), like="plain"),
@@ -103,6 +104,12 @@ BY_NIGHT = (
     Job("adapters", ("parallel.passes.lora.rank=4",)),
     Job("dropout", ("model.residual_dropout=0.1",)),
     Job("offloaded-weights", ("parallel.passes.fsdp.cpu_offload=true",), like="plain", waits=True),
+    Job(
+        "fp16-offloaded-weights",
+        ("train.precision=fp16", "parallel.passes.fsdp.cpu_offload=true"),
+        like="fp16",
+        waits=True,
+    ),
     *(
         Job(name, (f'{EXPERTS}.router={{name = "{name}"}}',), sparse=True)
         for name in ("expert_choice", "hash", "noisy_topk", "sinkhorn", "uniform")
