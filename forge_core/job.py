@@ -359,6 +359,9 @@ def _with_batches(train: TrainSection, degrees: Mapping[str, int] | None) -> tup
     accumulation, total = train.grad_accumulation, train.global_batch_size
     if total is None and accumulation is None:
         accumulation = 1
+    if degrees is None and total is not None and total % train.batch_size:
+        wrong = f"must be a multiple of batch_size = {train.batch_size}, for any number of ranks, got {total}"
+        return train, [Problem(("train", "global_batch_size"), wrong)]
     if degrees is None or total is None:
         return attrs.evolve(train, grad_accumulation=accumulation), []
     ranks = prod(degrees[axis] for axis in ("dp_replicate", "dp_shard"))

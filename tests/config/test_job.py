@@ -210,6 +210,13 @@ def test_a_global_batch_that_cannot_be_shared_out_is_refused(complaint):
     assert "must be a multiple of batch_size × data-parallel ranks = 8 × 2 = 16, got 20" in message
 
 
+def test_a_global_batch_that_no_number_of_ranks_could_share_is_refused_without_a_world_size(complaint, load):
+    message = complaint("train.global_batch_size=20", "parallel.dp_shard=-1", world_size=None)
+
+    assert "train.global_batch_size: must be a multiple of batch_size = 8, for any number of ranks, got 20" in message
+    assert load("train.global_batch_size=24", "parallel.dp_shard=-1", world_size=None).train.grad_accumulation is None
+
+
 # -- passes and checks of components
 
 
