@@ -108,7 +108,8 @@ def test_layouts_agree(job, alone, tmp_path, capsys, layout):
     assert main(["trace", "--compare", str(alone), str(other), "--tolerance", "1e-4"]) == 0
     assert "things of 3 steps agree to 0.0001" in capsys.readouterr().out
     of_alone, of_other = ([(line["kind"], line["name"]) for line in read_trace(one)] for one in (alone, other))
-    assert of_other == of_alone, "in the order of computation"
+    hidden = "logits" if "parallel.tp=2" in layout else ""  # each rank has them of a part of the vocabulary
+    assert of_other == [one for one in of_alone if one[1] != hidden], "in the order of computation"
 
 
 def test_a_fault_in_the_gradient_of_one_layer_is_found_by_name(job, alone, tmp_path, capsys):
