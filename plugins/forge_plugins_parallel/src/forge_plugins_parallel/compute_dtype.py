@@ -8,7 +8,7 @@ from forge_core.config.sections import Precision
 
 
 def compute_dtype(precision: Precision) -> torch.dtype:
-    """The dtype of activations."""
+    """The dtype of activations: bf16 also for ``bf16_pure``."""
     return {"fp32": torch.float32, "fp16": torch.float16}.get(precision, torch.bfloat16)
 
 

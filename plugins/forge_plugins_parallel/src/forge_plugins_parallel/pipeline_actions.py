@@ -30,10 +30,10 @@ class Action(NamedTuple):
 
 @attrs.frozen(slots=False)
 class Actions:
-    """Those of all ranks: every stage is on one rank, and has each microbatch forward and backward once."""
+    """The actions of all ranks: every stage is on one rank, and has each microbatch forward and backward once."""
 
     rows: Sequence[Sequence[Action]]
-    """Of each rank."""
+    """A row for each rank, in its order."""
 
     @cached_property
     def rank_of(self) -> Mapping[int, int]:
@@ -42,7 +42,7 @@ class Actions:
 
     @property
     def n_microbatches(self) -> int:
-        """Of a step."""
+        """The number of microbatches of a step."""
         return 1 + max(one.microbatch for row in self.rows for one in row)
 
     @property
