@@ -138,7 +138,9 @@ def test_two_ranks_that_are_killed_again_and_again_have_the_samples_of_those_tha
 )
 def test_what_a_mixture_with_streams_cannot_do_is_told_by_validate(tiny, capsys, section, streams, sentence):
     data = section + mixture(tiny.folder, streams)
-    code = main(["validate", str(tiny.config), data, "train.global_batch_size=3", "eval.interval=2"])
+    code = main(
+        ["validate", str(tiny.config), data, "train.batch_size=1", "train.global_batch_size=3", "eval.interval=2"]
+    )
 
     said = capsys.readouterr()
     assert code == (0 if sentence is None else 2), said
