@@ -18,7 +18,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, TemporaryFile
 
 import attrs
 import numpy as np
@@ -68,6 +68,8 @@ mode = "{recompute}"
 RECOMPUTE = ("none", "auto", "full")
 CONVENTIONS = {"with_embedding": "MFU, embedding counted", "standard": "MFU", "causal": "MFU, attention halved"}
 """Of ``flops_by_convention``, and their columns."""
+FURTHER = 1000
+"""Steps beyond the measured ones: the run still trains, and does not save, when the last of those has been logged."""
 COLUMNS = ("model", "precision", "recomputed", "tokens/s", *CONVENTIONS.values(), "peak GiB", "step s (all)")
 
 
@@ -121,10 +123,8 @@ def measure_case(model: Path, precision: str, recompute: str, options: argparse.
     total = options.warmup + options.steps
     with TemporaryDirectory() as folder:
         config = Path(folder) / "job.toml"
-        # so many more that the run is still at it, not saving, when the last one has been logged
-        config.write_text(
-            JOB.format(model=model.resolve(), steps=total + 1000, precision=precision, recompute=recompute)
-        )
+        steps = total + FURTHER
+        config.write_text(JOB.format(model=model.resolve(), steps=steps, precision=precision, recompute=recompute))
         overrides += [f"data.path={folder}/tokens.npy", f"run.dir={folder}"]
         catalog = discover()
         try:
@@ -152,24 +152,33 @@ def run(config: Path, overrides: list[str], metrics: Path, tokens: int, options:
     """One ``forge run``, until it has logged the last measured step.
 
     Raises:
-        RuntimeError: it ended before that; with what it said last.
+        RuntimeError: it ended before that; with what it said.
     """
-    last = options.warmup + options.steps
-    said = config.with_name("said.txt")
-    with said.open("w") as output:
-        command = [sys.executable, "-m", "forge_core", "run", str(config), *overrides]
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+    total = options.warmup + options.steps
+    steps = logged_by(["run", str(config), *overrides], metrics, total)[options.warmup :]
+    memory = [step["memory_gib"] for step in steps if "memory_gib" in step]
+    return Measured(tokens, [step["step_seconds"] for step in steps], max(memory, default=None))
+
+
+def logged_by(command: Sequence[str], metrics: Path, steps: int) -> list[dict[str, float]]:
+    """The first ``steps`` lines of ``metrics``, which ``forge COMMAND`` writes. It is killed after them.
+
+    Raises:
+        RuntimeError: it ended before that; with what it said.
+    """
+    with TemporaryFile("w+") as said:
+        forge = [sys.executable, "-m", "forge_core", *command]
+        process = subprocess.Popen(forge, stdout=said, stderr=subprocess.STDOUT)
         try:
-            while len(logged(metrics)) < last:
+            while len(logged(metrics)) < steps:
                 if process.poll() is not None:
-                    raise RuntimeError(said.read_text())
+                    said.seek(0)
+                    raise RuntimeError(said.read())
                 time.sleep(0.5)
         finally:
             process.kill()
             process.wait()
-    steps = logged(metrics)[options.warmup : last]
-    memory = [step["memory_gib"] for step in steps if "memory_gib" in step]
-    return Measured(tokens, [step["step_seconds"] for step in steps], max(memory, default=None))
+    return logged(metrics)[:steps]
 
 
 def reason(said: str) -> str:

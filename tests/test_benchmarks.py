@@ -61,6 +61,7 @@ OF_WHOLE_PROCESSES = (
 """They start processes or fork ranks themselves."""
 ELSEWHERE = {
     "gpu": "tests/test_gpu.py",
+    "layouts": "tests/test_layout_benchmark.py",
     "train_gpu": "tests/test_train_gpu.py",
     "expert_overlap": "needs network namespaces",
     "two_checkouts": "needs another checkout",
