@@ -100,12 +100,14 @@ def run_all(steps: Sequence[Step], options: argparse.Namespace) -> int:
 def in_a_process(step: Step, options: argparse.Namespace, limit: float) -> dict[str, Any]:
     """The answer, or why there is none."""
     begun = time.monotonic()
+    interpreted = {} if options.device == "cuda" else {"TRITON_INTERPRET": "1"}  # kernels run on the host's memory
     process = Popen(
         command_of(step, options),
         stdout=PIPE,
         stderr=PIPE,
         text=True,
         start_new_session=True,
+        env={**os.environ, **interpreted},
     )
     try:
         output, errors = process.communicate(timeout=limit)

@@ -152,9 +152,11 @@ def kernels_by_time(setting: Setting) -> Figures:
     """The kernels that take most of a step of the 1B model, in percent of the time in all kernels."""
     table = tomllib.loads((MODELS / ("debug_20m.toml" if setting.tiny else "llama_1b.toml")).read_text())
     model = [f"model.{key}={json.dumps(value)}" for key, value in _flat(table["model"])]
-    keys = [*model, "train.precision=bf16", "train.steps=8", "loss.name=chunked_cross_entropy"]
-    if not setting.tiny:
-        keys += ["train.seq_len=4096", "train.batch_size=4", "parallel.passes.compile=true"]
+    keys = [*model, "train.precision=bf16", "loss.name=chunked_cross_entropy"]
+    if setting.tiny:
+        keys += ["train.steps=3", "train.batch_size=1"]
+    else:
+        keys += ["train.steps=8", "train.seq_len=4096", "train.batch_size=4", "parallel.passes.compile=true"]
     kind = ProfilerActivity.CUDA if setting.is_gpu else ProfilerActivity.CPU
     with profile(activities=[kind]) as profiled:
         train(setting, "profiled", *keys)
