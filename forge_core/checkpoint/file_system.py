@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copyreg
 import io
 import os
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
+from traceback import FrameSummary
 from typing import Any
 
 import torch.distributed as dist
@@ -14,6 +16,9 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.utils.serialization import config
 
 from forge_core.checkpoint.fsync import HashedFile, naming
+
+# DCP sends them with a rank's error; from Python 3.13 on they hold code, and a rank that cannot pickle it sends nothing
+copyreg.pickle(FrameSummary, lambda frame: (FrameSummary, (frame.filename, frame.lineno, frame.name)))
 
 
 class NamingFileSystem(FileSystem):

@@ -317,9 +317,8 @@ class Saver:
 
     def _bytes_to_write(self, snapshot: Snapshot) -> int:
         """Each tensor once, of all pipeline stages: a ``DTensor`` counts whole, whoever holds its parts."""
-        ranks_a_stage = dist.get_world_size() // snapshot.mesh.get("pp", 1)
         whole = sum(tensor.numel() * tensor.element_size() for tensor in snapshot.tensors.values())
-        share = torch.tensor(whole / ranks_a_stage, dtype=torch.float64)
+        share = torch.tensor(whole * snapshot.mesh.get("pp", 1) / dist.get_world_size(), dtype=torch.float64)
         dist.all_reduce(share, group=self._group)
         return int(share)
 

@@ -67,9 +67,8 @@ class LineFile:
 
 
 def _cut_off_torn_line(file: int) -> None:
-    end = os.fstat(file).st_size
+    start = end = os.fstat(file).st_size
     block = 4096
-    start = end
     while start > 0:
         start = max(0, start - block)
         newline = os.pread(file, min(block, end - start), start).rfind(b"\n")

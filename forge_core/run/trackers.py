@@ -178,8 +178,7 @@ class _Served:
     def _timed(self, line: Callable[[Tracker], object]) -> None:
         started = time.monotonic()
         line(self._tracker)
-        seconds = time.monotonic() - started
-        if seconds > SLOW_LINE:
+        if (seconds := time.monotonic() - started) > SLOW_LINE:
             self._complain(f"takes {seconds:.1f} s for a line; training does not wait for it")
 
     def _complain(self, what: str) -> None:
