@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from forge_plugins_plan.figures import Figures
     from forge_plugins_plan.machine import Machine
     from forge_plugins_plan.report import Plan
+    from forge_plugins_plan.run_figures import RunFigures
     from forge_plugins_plan.search import Search
 
 
@@ -33,8 +34,7 @@ if TYPE_CHECKING:
     "--world-size",
     type=click.IntRange(1, 131_072),
     metavar="N",
-    required=True,
-    help="Ranks of the run, up to 131072.",
+    help="Ranks of the run, up to 131072. A run's directory says how many it had.",
 )
 @click.option(
     "--ranks-per-node", type=click.IntRange(min=1), metavar="N", default=8, show_default=True, help="GPUs of one."
@@ -63,7 +63,7 @@ def plan(
     obj: Any,
     config: Path,
     overrides: tuple[str, ...],
-    world_size: int,
+    world_size: int | None,
     ranks_per_node: int,
     gpu: str | None,
     vocab_size: int | None,
@@ -81,11 +81,14 @@ def plan(
     The model is built and a step is run on shapes alone, as one of N ranks whose collectives do nothing: it needs
     neither GPU nor data, and a layout that cannot be is refused as a run would refuse it.
 
+    CONFIG may be the directory of a run: the plan is of its job, with what the run has taken beside it.
+
     OVERRIDES are --section.key=value, section.key=value or --section.key value.
 
     Exit codes: 0 planned, 2 the job is wrong or a step of it cannot be simulated.
     """
-    job = load_job(config, overrides, catalog=obj.catalog, world_size=world_size, options=options_of(plan))
+    config, ranks, run = _job_and_ranks(config, overrides, world_size)
+    job = load_job(config, overrides, catalog=obj.catalog, world_size=ranks, options=options_of(plan))
     from forge_plugins_plan.gpus import gpu_named
 
     with frozen_imports():
@@ -95,7 +98,7 @@ def plan(
     figures = _figures(ettr, step_seconds, assume)
     _refuse_idle(calibrate, out, calibration)
     planned_gpu = gpu_named(gpu) if gpu is not None else None
-    ranks_of_node = min(world_size, ranks_per_node)
+    ranks_of_node = min(ranks, ranks_per_node)
     if calibrate:
         from forge_plugins_plan.measured_ranks import calibrated
 
@@ -114,7 +117,7 @@ def plan(
         )
     catalog = catalog_of(job, obj.catalog)
     with without_collections():
-        planned = make_plan(job, catalog, world_size, vocab_size, planned_gpu, ranks_per_node, machine)
+        planned = make_plan(job, catalog, ranks, vocab_size, planned_gpu, ranks_per_node, machine)
     failed = next((stage for stage in planned.stages if stage.reason), None)
     told, seconds = None, planned.time.seconds if step_seconds is None and planned.time is not None else step_seconds
     if figures is not None and failed is None:
@@ -130,25 +133,51 @@ def plan(
         from forge_plugins_plan.search import search
 
         def load(more: Sequence[str]) -> Job:
-            return load_job(config, [*overrides, *more], catalog=catalog, world_size=world_size)
+            return load_job(config, [*overrides, *more], catalog=catalog, world_size=ranks)
 
         with Console(stderr=True).status("layouts are looked at") as status:  # says nothing where there is no terminal
             found = search(job, load, catalog, planned, machine, status.update)
-    _echo(planned, found, told, as_json=as_json)
+    _echo(planned, found, told, run, as_json=as_json)
     if failed is not None:
         raise ConfigError(f"the build succeeds, but a step of rank {failed.rank} cannot be simulated: {failed.reason}")
 
 
-def _echo(planned: Plan, found: Search | None, told: EttrReport | None, *, as_json: bool) -> None:
-    from forge_plugins_plan import ettr_report, search_report
+def _job_and_ranks(
+    config: Path, overrides: Sequence[str], world_size: int | None
+) -> tuple[Path, int, RunFigures | None]:
+    """The job's file, its ranks, and the figures of the run whose directory is given in place of a file."""
+    from forge_plugins_plan.run_figures import run_figures
+
+    if config.is_dir():
+        if overrides or world_size is not None:
+            given = overrides[0] if overrides else f"--world-size {world_size}"
+            raise ConfigError(
+                f"{given}: the run in {config} is planned as it was trained; to plan another one give "
+                f"{config / 'job.toml'}"
+            )
+        run = run_figures(config)
+        return config / "job.toml", run.ranks, run
+    if world_size is None:
+        raise ConfigError(
+            "--world-size N is needed: the number of ranks of the run, which a run's directory says itself"
+        )
+    return config, world_size, None
+
+
+def _echo(
+    planned: Plan, found: Search | None, told: EttrReport | None, run: RunFigures | None, *, as_json: bool
+) -> None:
+    from forge_plugins_plan import ettr_report, run_figures, search_report
     from forge_plugins_plan.report import as_text
 
     if as_json:
         from forge_plugins_plan.told import told_plan
 
-        print_json(told_plan(planned, found, told))
+        print_json(told_plan(planned, found, told, run))
         return
     lines = [*map(wrapped, as_text(planned))]
+    if run is not None:
+        lines += ["", *map(wrapped, run_figures.as_text(run, planned))]
     if found is not None:
         lines += ["", *search_report.as_text(found, math.prod(planned.mesh.values()))]
     if told is not None:

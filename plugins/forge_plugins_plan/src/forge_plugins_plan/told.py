@@ -10,6 +10,7 @@ from forge_plugins_plan.ettr_report import EttrReport
 from forge_plugins_plan.figures import sources
 from forge_plugins_plan.long_job import seconds_between_failures
 from forge_plugins_plan.report import Plan
+from forge_plugins_plan.run_figures import RunFigures
 from forge_plugins_plan.search import Layout, Search
 from forge_plugins_plan.search_report import why_slower
 
@@ -59,13 +60,15 @@ class ToldPlan(Plan):
     """With ``--search``."""
     ettr: ToldEttr | None
     """With ``--ettr``."""
+    run: RunFigures | None
+    """The run whose directory was given in place of a configuration."""
 
 
-def told_plan(plan: Plan, found: Search | None, report: EttrReport | None) -> ToldPlan:
+def told_plan(plan: Plan, found: Search | None, report: EttrReport | None, run: RunFigures | None) -> ToldPlan:
     """The plan for programs."""
     facts = attrs.asdict(plan, recurse=False)
     search = None if found is None else _told_search(found)
-    return ToldPlan(**facts, search=search, ettr=None if report is None else _told_ettr(report))
+    return ToldPlan(**facts, search=search, ettr=None if report is None else _told_ettr(report), run=run)
 
 
 def _told_search(found: Search) -> ToldSearch:
