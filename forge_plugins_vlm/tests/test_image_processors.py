@@ -7,7 +7,7 @@ import io
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, ImageOps, features
 from transformers.image_processing_utils import select_best_resolution
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
@@ -215,14 +215,15 @@ def test_every_mode_becomes_rgb(mode):
 
 @pytest.mark.parametrize("orientation", range(1, 9))
 def test_pictures_are_upright(orientation):
-    image = Image.new("RGB", (16, 8))
+    image = noise(8, 16)
     exif = Image.Exif()
     exif[0x0112] = orientation
-    content = written(image, "JPEG", exif=exif)
+    content = written(image, "PNG", exif=exif)
 
     found = open_picture(content)
 
     assert (found.height, found.width) == size_of(content) == ((8, 16) if orientation < 5 else (16, 8))
+    assert np.array_equal(np.asarray(found), np.asarray(ImageOps.exif_transpose(Image.open(io.BytesIO(content)))))
 
 
 def test_a_jpeg_is_decoded_no_smaller_than_asked_for():
@@ -344,3 +345,37 @@ def test_a_tiff_whose_offsets_are_fractions_is_damaged():
 
     with pytest.raises(OSError, match="cannot be interpreted as an integer"):
         open_picture(bytes(content))
+
+
+@pytest.mark.skipif(not features.check("avif"), reason="this Pillow has no AVIF")
+@pytest.mark.parametrize("read", [open_picture, size_of])
+def test_a_damaged_avif_is_an_error_of_reading(read):
+    content = written(noise(40, 30), "AVIF").replace(b"iloc", b"iiii")
+
+    with pytest.raises(OSError, match="Failed to decode image"):
+        read(content)
+
+
+def test_a_tiff_whose_offsets_are_too_large_is_damaged():
+    content = bytearray(written(Image.new("RGB", (8, 8)), "TIFF"))
+    strip_offsets, long8 = 273, 16
+    entry = content.index(strip_offsets.to_bytes(2, "little"))
+    content[entry + 2 : entry + 4] = long8.to_bytes(2, "little")
+    content[entry + 8 : entry + 12] = len(content).to_bytes(4, "little")
+    content += b"\xff" * 8
+
+    with pytest.raises(OSError, match="too large"):
+        open_picture(bytes(content))
+
+
+def test_a_picture_is_turned_although_a_part_of_its_exif_is_odd():
+    exif = Image.Exif()
+    exif[0x0112], exif[0x010E] = 6, "words"
+    image = noise(8, 16)
+    content = bytearray(written(image, "WEBP", lossless=True, exif=exif))
+    description, a_float = content.index(b"\x01\x0e\x00\x02"), b"\x00\x0b\x00\x00\x00\x01"
+    content[description + 2 : description + 8] = a_float
+
+    turned = open_picture(bytes(content))
+
+    assert np.array_equal(np.asarray(turned), np.rot90(np.asarray(image), -1))

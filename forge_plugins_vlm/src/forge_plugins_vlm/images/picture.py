@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import io
+import struct
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image, UnidentifiedImageError
 
 from forge_plugins_vlm.contracts.image_processor import AtLeast
 from forge_plugins_vlm.contracts.vision_encoder import Grid
@@ -17,7 +18,22 @@ from forge_plugins_vlm.images.config import OfSeveralTiles, Resample
 _ORIENTATION = 0x0112
 _TURNED = (5, 6, 7, 8)
 """Orientations of EXIF in which height and width change places."""
-_DAMAGE = (ValueError, TypeError, SyntaxError, EOFError, Image.DecompressionBombError)
+_FLIP = Image.Transpose
+_UPRIGHT = {
+    2: _FLIP.FLIP_LEFT_RIGHT,
+    3: _FLIP.ROTATE_180,
+    4: _FLIP.FLIP_TOP_BOTTOM,
+    5: _FLIP.TRANSPOSE,
+    6: _FLIP.ROTATE_270,
+    7: _FLIP.TRANSVERSE,
+    8: _FLIP.ROTATE_90,
+}
+"""By orientations. Those of ``ImageOps.exif_transpose``, which also writes down all of EXIF anew, and fails where a
+part of it is odd."""
+_DAMAGE = (
+    *(ValueError, TypeError, SyntaxError, EOFError, LookupError, ArithmeticError, RuntimeError, struct.error),
+    Image.DecompressionBombError,
+)
 """PIL raises these beside OSError."""
 _UNKNOWN = "it is no picture of a known format"
 _WHITE = (255, 255, 255, 255)
@@ -45,7 +61,7 @@ def open_picture(content: bytes, at_least: AtLeast | None = None) -> Image.Image
             if at_least is not None and not _drafted(image, at_least, is_turned=orientation in _TURNED):
                 image = Image.open(io.BytesIO(content))
             image.load()
-            return ImageOps.exif_transpose(image) if orientation != 1 else image
+            return image.transpose(_UPRIGHT[orientation]) if orientation in _UPRIGHT else image
     except UnidentifiedImageError as error:  # of which the message shows an object of Python
         raise OSError(_UNKNOWN) from error
     except _DAMAGE as error:
