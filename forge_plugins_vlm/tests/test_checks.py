@@ -151,6 +151,15 @@ def refused():
             "counts rows and columns of whole tiles, and data.processor gives padded ones",
         ),
         (
+            "joint_decoder",
+            [
+                "model.encoder.any_size=true",
+                "model.connector={name='resampler'}",
+                'data.processor={name="naflex", size=32, patch=8, max_patches=16}',
+            ],
+            "model.connector: a token of resampler stands for all of a tile, and data.processor gives padded ones",
+        ),
+        (
             "cross_attention",
             ['data.processor={name="naflex", size=32, patch=8, max_patches=16}'],
             "cross_attention sees whole tiles, and data.processor gives padded ones",

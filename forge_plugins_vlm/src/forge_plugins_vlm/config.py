@@ -123,6 +123,9 @@ class VisionLanguageConfig(TransformerConfig):
         if source.processor.config.pads and not self.encoder.config.takes_padding:
             sentence = f"{self.encoder.name} cannot leave out the padding of tiles, which {place}.processor gives"
             yield "encoder", f"{sentence}; siglip2_naflex can"
+        if source.processor.config.pads and not self.connector.config.takes_padding:
+            sentence = f"a token of {self.connector.name} stands for all of a tile, and {place}.processor gives padded"
+            yield "connector", f"{sentence} ones; use another processor, or another connector, such as mlp"
 
     def _check_sizes(self, together: Sequence[Sequence[tuple[str, Any]]]) -> Iterator[tuple[str, str]]:
         """Sizes of tiles that are in batches with others, and padding that some of their tiles have.

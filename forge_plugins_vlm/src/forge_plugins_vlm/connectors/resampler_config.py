@@ -41,6 +41,11 @@ class ResamplerConfig(ConnectorConfig):
         """Same as ``ConnectorConfig.grid``: one row, as its tokens have no places."""
         return 1, self.n_tokens
 
+    @property
+    def takes_padding(self) -> bool:
+        """Same as ``ConnectorConfig.takes_padding``."""
+        return False
+
     def flops(self, features: Grid, in_dim: int, out_dim: int) -> float:
         """Same as ``ConnectorConfig.flops``."""
         media = features[0] * features[1] + self.n_tokens

@@ -37,6 +37,12 @@ class ConnectorConfig(ABC):
         rows, columns = self.grid(features)
         return rows * columns
 
+    @property
+    def takes_padding(self) -> bool:
+        """Whether a picture at the upper left of a tile has the tokens at the upper left of the grid. What stands for
+        all of a tile has no such tokens."""
+        return True
+
     def flops(self, features: Grid, in_dim: int, out_dim: int) -> float:
         """FLOPs of the forward of one tile: 2 a weight that is multiplied, and those of attention. ``forge plan``, the
         cut of a pipeline and MFU count with it.
