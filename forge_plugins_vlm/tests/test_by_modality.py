@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -212,6 +213,19 @@ def test_a_gpu_has_groups_where_one_kernel_multiplies_all(monkeypatch, capabilit
         pair = [nn.Linear(8, 8, bias=False, device="meta") for _ in range(2)]
         for layer in pair:
             layer.weight = nn.Parameter(torch.empty(8, 8, dtype=dtype, device="cuda:0"))
+        order = ByModality.of_linear(torch.zeros(2, 4, dtype=torch.bool), pair)
+
+    assert (order is not None) == has_kernel
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "has_kernel"),
+    [((9, 0), torch.bfloat16, True), ((9, 0), torch.float32, False), ((8, 0), torch.bfloat16, False)],
+)
+def test_a_plan_has_groups_where_its_gpu_has_them(capability, dtype, has_kernel):
+    with FakeTensorMode() as plan:
+        plan.gpu = SimpleNamespace(capability=capability)
+        pair = [nn.Linear(8, 8, bias=False, dtype=dtype) for _ in range(2)]
         order = ByModality.of_linear(torch.zeros(2, 4, dtype=torch.bool), pair)
 
     assert (order is not None) == has_kernel

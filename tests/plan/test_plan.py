@@ -106,6 +106,18 @@ def test_gradients_of_microbatches_are_whole_or_in_shards(alone, planned):
     assert auto == whole  # which is next to nothing on such a GPU
 
 
+def test_products_by_groups_are_planned_for_a_gpu_that_has_a_kernel_for_them(alone, capfd):
+    """Elsewhere the layers of text and of images see all positions, and more is kept for backward."""
+    job = ROOT / "configs" / "vlm" / "mixture_of_transformers.toml"
+    settings = "--json", "--world-size", "1", "data.tokenizer={name='bytes'}", "train.precision=bf16"
+    kept = {}
+    for gpu in ("h100", "a100-80"):
+        assert main(["plan", str(job), *settings, "--gpu", gpu]) == 0
+        kept[gpu] = json.loads(capfd.readouterr().out)["stages"][0]["largest"]["activations"]
+
+    assert kept["a100-80"] > 1.2 * kept["h100"]
+
+
 def test_a_thousand_ranks_are_planned_in_one_process(alone, planned):
     plan = planned("--world-size", "1024", "parallel.dp_replicate=8", "--gpu", "h200")
 

@@ -106,10 +106,11 @@ def _shapes(layer: nn.Module) -> list[tuple[str, torch.Size, torch.dtype]]:
 
 def _is_grouped(weight: torch.Tensor) -> bool:
     """A GPU without a kernel for all groups takes them one by one, and its host waits for the counts (torch 2.13)."""
-    if weight.device.type == "cuda":
-        has_kernel = torch.cuda.get_device_capability(weight.device)[0] in (9, 10)
-        return weight.dtype == torch.bfloat16 and has_kernel and takes_grouped(weight)
-    return takes_grouped(weight)
+    planned = getattr(getattr(weight, "fake_mode", None), "gpu", None)  # in a plan, whose tensors are on the CPU
+    if planned is None and weight.device.type != "cuda":
+        return takes_grouped(weight)
+    capability = planned.capability if planned else torch.cuda.get_device_capability(weight.device)
+    return weight.dtype == torch.bfloat16 and capability[0] in (9, 10) and takes_grouped(weight)
 
 
 class _Product(torch.autograd.Function):

@@ -140,6 +140,18 @@ def without_collections() -> Iterator[None]:
             gc.enable()
 
 
+class Planned(FakeTensorMode):  # type: ignore[no-untyped-call]  # of a metaclass of torch
+    """Tensors without memory on a CPU, in the place of a GPU's.
+
+    Attributes:
+        gpu: by which a module chooses its kernel: the ``fake_mode`` of its tensors has it. ``None``: it is a CPU's.
+    """
+
+    def __init__(self, gpu: Gpu | None) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+        self.gpu = gpu
+
+
 @attrs.frozen
 class Simulation:
     """The simulation of one rank; see ``simulate``."""
@@ -162,7 +174,7 @@ class Simulation:
             NotRepeatedError: the whole model has to be run.
         """
         ledger = self._ledger()
-        fake = FakeTensorMode(allow_non_fake_inputs=True)
+        fake = Planned(self.gpu)
         found: list[Repetition] = []
 
         def allocate_only(part: nn.Module, device: torch.device, _: int) -> None:
