@@ -16,6 +16,11 @@ from PIL import Image
 from safetensors.torch import load_file
 from small_vlm import SMALL, entries
 from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
+from transformers.models.mllama.image_processing_pil_mllama import MllamaImageProcessorPil
+from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
+from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 
 from forge_core.checkpoint.store import open_checkpoint
 from forge_core.cli import main
@@ -291,6 +296,35 @@ def test_data_of_other_architectures_suit_their_models(kind, tmp_path):
     assert [*job.model.config.check(job)] == []
     assert job.data.config.one_token_an_image == (kind == "mllama")
     assert job.data.config.processor.config.has_newlines == (kind == "llava_next")
+
+
+@pytest.mark.parametrize(
+    ("kind", "processor", "exactly"),
+    [
+        ("llava", CLIPImageProcessorPil(size={"shortest_edge": 32}, crop_size=32), False),
+        ("llava of siglip", SiglipImageProcessorPil(size={"height": 32, "width": 32}), True),
+        ("idefics3", Idefics3ImageProcessorPil(do_image_splitting=False, max_image_size={"longest_edge": 32}), False),
+        ("smolvlm", SmolVLMImageProcessorPil(do_image_splitting=False, max_image_size={"longest_edge": 32}), False),
+        ("mllama", MllamaImageProcessorPil(size={"height": 32, "width": 32}), False),
+    ],
+)
+def test_pictures_of_converted_data_are_resized_as_theirs(build, kind, processor, exactly, tmp_path):
+    made(kind, tmp_path / "hf")
+    assert (
+        main(["convert", str(tmp_path / "hf"), "--to", "forge", "--out", str(tmp_path / "ours"), "--config-only"]) == 0
+    )
+    use = load_job(tmp_path / "ours" / "train.toml", catalog=discover).data.config.processor
+    noise = np.random.default_rng(0).integers(0, 256, (4, 6, 3), dtype=np.uint8)
+    picture = Image.fromarray(noise).resize((120, 80), Image.Resampling.BICUBIC)
+
+    found = build(use)(picture, (1, 1)).tiles[0]
+
+    assert use.config.resample == processor.resample.name.lower()
+    if kind == "mllama":  # fills up what is no square, below
+        return
+    given = processor(picture, do_rescale=False, do_normalize=False, return_tensors="np")["pixel_values"]
+    difference = np.abs(found - given.reshape(3, 32, 32).astype(int))
+    assert difference.max() == 0 if exactly else difference.mean() < 2
 
 
 def test_a_run_begins_with_a_folder_or_with_the_connector_of_one(converted, tmp_path, monkeypatch):

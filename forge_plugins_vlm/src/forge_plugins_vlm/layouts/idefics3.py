@@ -78,7 +78,8 @@ class Idefics3Layout(VisionLanguageLayout):
     def pictures(self, hf: Mapping[str, Any], table: Mapping[str, Any]) -> Table:
         sizes = table["encoder"]["architecture"]
         side = sizes["image_size"] // sizes["patch_size"] // table["connector"]["scale"]
-        return {"processor": {"name": "square", "size": sizes["image_size"]}, "token_grid": [side, side]}
+        processor = {"name": "square", "size": sizes["image_size"], "resample": "lanczos"}
+        return {"processor": processor, "token_grid": [side, side]}
 
 
 class SmolVLMLayout(Idefics3Layout):

@@ -112,10 +112,11 @@ class LlavaLayout(VisionLanguageLayout):
         sizes = table["encoder"]["architecture"]
         side = sizes["image_size"] // sizes["patch_size"]
         grid = [1, side**2 + 1] if table["encoder"].get("cls") == "keep" else [side, side]
-        return {"processor": self._processor(hf, sizes["image_size"]), "token_grid": grid}
+        return {"processor": self._processor(hf, table["encoder"]), "token_grid": grid}
 
-    def _processor(self, hf: Mapping[str, Any], size: int) -> Table:
-        return {"name": "square", "size": size, "fit": "crop"}
+    def _processor(self, hf: Mapping[str, Any], encoder: Table) -> Table:
+        fit = "crop" if encoder["name"] == "clip" else "stretch"
+        return {"name": "square", "size": encoder["architecture"]["image_size"], "fit": fit}
 
     def _encoder(self, hf: Mapping[str, Any], vision: Mapping[str, Any]) -> Table:
         name, (encoder, sizes) = self.architectures[0], tower_from_hf(vision, self.architectures[0])
@@ -177,7 +178,8 @@ class LlavaNextLayout(LlavaLayout):
             return table
         return self._with_grids(table, processor.grids, processor.size)
 
-    def _processor(self, hf: Mapping[str, Any], size: int) -> Table:
+    def _processor(self, hf: Mapping[str, Any], encoder: Table) -> Table:
+        size = encoder["architecture"]["image_size"]
         return {"name": "anyres", "size": size, "grids": self._grids(hf, size)}
 
     def _grids(self, hf: Mapping[str, Any], size: int) -> list[list[int]]:

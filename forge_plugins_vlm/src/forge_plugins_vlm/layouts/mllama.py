@@ -170,7 +170,7 @@ class MllamaLayout(VisionLanguageLayout):
     def pictures(self, hf: Mapping[str, Any], table: Mapping[str, Any]) -> Table:
         sizes = table["encoder"]["architecture"]
         return {
-            "processor": {"name": "square", "size": sizes["image_size"]},
+            "processor": {"name": "square", "size": sizes["image_size"], "resample": "bilinear"},
             "token_grid": [1, (sizes["image_size"] // sizes["patch_size"]) ** 2 + 1],
             "one_token_an_image": True,
         }
