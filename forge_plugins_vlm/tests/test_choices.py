@@ -180,6 +180,14 @@ def test_a_line_that_is_no_question_is_refused(make, lines, asked, changed, sent
     assert "line 2" in str(caught.value)
 
 
+def test_a_picture_that_breaks_off_is_found_before_it_is_asked_about(make, lines, asked, picture, tmp_path):
+    content = (tmp_path / picture("whole.jpg", 0, (40, 40))).read_bytes()
+    (tmp_path / "half.jpg").write_bytes(content[: len(content) // 2])
+
+    with pytest.raises(ConfigError, match=r"line 2: the image .*half.jpg cannot be read: image file is truncated"):
+        make(lines(asked[0], {**asked[0], "image": "half.jpg"}))
+
+
 def test_a_file_without_questions_and_a_question_that_is_too_long_are_refused(make, lines, asked):
     with pytest.raises(ConfigError, match="has no questions"):
         make(lines())

@@ -145,6 +145,7 @@ class _Choices:
                 if document.learned[0]:
                     raise ConfigError(f"{document.where} has nothing before it; set separator, or change the prompt")
                 self.documents.append(document)
+            self._processed(self.documents[-1])  # what cannot be read is found before the first step
         self.longest = max(len(document.tokens) - 1 for document in self.documents)
         self._width = self.longest
 
