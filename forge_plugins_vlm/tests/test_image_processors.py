@@ -379,3 +379,26 @@ def test_a_picture_is_turned_although_a_part_of_its_exif_is_odd():
     turned = open_picture(bytes(content))
 
     assert np.array_equal(np.asarray(turned), np.rot90(np.asarray(image), -1))
+
+
+def test_the_size_of_a_png_is_known_without_its_pixels():
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    plain, turned = written(noise(9, 40)), written(noise(9, 40), exif=exif)
+
+    for content, size in ((plain, (9, 40)), (turned, (40, 9))):
+        assert size_of(content[:150]) == size
+
+
+def test_a_png_is_upright_by_exif_behind_its_pixels():
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    content = written(noise(8, 16), exif=exif)
+    start = content.index(b"eXIf") - 4
+    stop = start + 12 + int.from_bytes(content[start : start + 4], "big")
+    end = content.index(b"IEND") - 4
+    behind = content[:start] + content[stop:end] + content[start:stop] + content[end:]
+
+    found = open_picture(behind)
+
+    assert size_of(behind) == (found.height, found.width) == (16, 8)

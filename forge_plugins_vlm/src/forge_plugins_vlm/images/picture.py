@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 from PIL import Image, UnidentifiedImageError
+from PIL.PngImagePlugin import PngImageFile
 
 from forge_plugins_vlm.contracts.image_processor import AtLeast
 from forge_plugins_vlm.contracts.vision_encoder import Grid
@@ -36,6 +37,8 @@ _DAMAGE = (
 )
 """PIL raises these beside OSError."""
 _UNKNOWN = "it is no picture of a known format"
+_SIGNATURE = 8
+"""Bytes before the first chunk of a PNG."""
 _WHITE = (255, 255, 255, 255)
 FILTERS = {
     "bicubic": Image.Resampling.BICUBIC,
@@ -94,11 +97,27 @@ def size_of(source: bytes | Path) -> Grid:
             warnings.simplefilter("ignore")
             with Image.open(source if isinstance(source, Path) else io.BytesIO(source)) as image:
                 width, height = image.size
-                return (width, height) if image.getexif().get(_ORIENTATION, 1) in _TURNED else (height, width)
+                # Pillow decodes a PNG first, as EXIF may stand behind the pixels
+                exif = Image.Image.getexif(image) if _ends_with_pixels(image) else image.getexif()
+                return (width, height) if exif.get(_ORIENTATION, 1) in _TURNED else (height, width)
     except UnidentifiedImageError as error:  # of which the message shows an object of Python
         raise OSError(_UNKNOWN) from error
     except _DAMAGE as error:
         raise OSError(str(error)) from error
+
+
+def _ends_with_pixels(image: Image.Image) -> bool:
+    """Whether it is a PNG with nothing behind its pixels."""
+    if not isinstance(image, PngImageFile) or image.fp is None:
+        return False
+    kind = b""
+    image.fp.seek(_SIGNATURE)
+    while len(head := image.fp.read(8)) == 8:
+        before, (length, kind) = kind, struct.unpack(">I4s", head)
+        if before == b"IDAT" and kind not in (b"IDAT", b"IEND"):
+            break
+        image.fp.seek(length + 4, io.SEEK_CUR)  # a sum is behind its content
+    return kind in (b"IDAT", b"IEND")
 
 
 def as_rgb(image: Image.Image) -> Image.Image:
