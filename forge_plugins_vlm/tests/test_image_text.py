@@ -445,6 +445,22 @@ def test_a_video_is_its_frames_at_equal_distances(tmp_path, picture, open_source
         assert np.array_equal(batch["pixels"][0], np.stack(expected))
 
 
+def test_a_folder_of_frames_lasts_as_long_as_its_rate_says(tmp_path, picture, open_source):
+    for frame in range(3):
+        picture(f"video/{frame}.png", frame)
+
+    def opened(rate):
+        parts = f'[{{"type": "video", "video": "video", "fps": {rate}}}]'
+        turns = f'{{"role": "user", "content": {parts}}}, {{"role": "assistant", "content": "yes"}}'
+        (tmp_path / "a.jsonl").write_text(f'{{"messages": [{turns}]}}')
+        return open_source(path=str(tmp_path / "a.jsonl"), max_frames=2)
+
+    assert opened("1e-320").n_tiles(np.arange(1)).tolist() == [2]  # it lasts for ever
+    for rate in ("NaN", "0", '"8"'):
+        with pytest.raises(ConfigError, match="'fps' must be a number above 0"):
+            opened(rate)
+
+
 def video_record(tmp_path, name):
     content = [{"type": "video", "video": name}]
     return as_jsonl(
@@ -481,6 +497,11 @@ def test_a_video_that_cannot_be_read_is_refused_with_what_to_do(tmp_path, open_s
 
     with pytest.raises(ConfigError, match=rf"line 1: the video .*{sentence}.*set on_error = \"skip\""):
         open_source(**as_jsonl(tmp_path / "a.jsonl", [record]))
+
+
+def test_a_video_of_a_name_that_no_file_can_have_is_refused(tmp_path, open_source):
+    with pytest.raises(ConfigError, match=r"line 1: the video .*xxx cannot be read: File name too long; mend"):
+        open_source(**video_record(tmp_path, "x" * 300))
 
 
 def test_videos_that_cannot_be_read_are_skipped_and_counted(tmp_path, picture, open_source, monkeypatch):

@@ -44,13 +44,16 @@ def frames_of(
     """
     if isinstance(video, EncodedPicture):
         return _frames_of_file(video, where, config)
-    if not video.is_dir():
-        return _frames_of_file(PictureFile(video, video.name), where, config)
-    files = sorted(file for file in video.iterdir() if file.suffix.lower() in _ENDINGS)
+    try:
+        if not video.is_dir():
+            return _frames_of_file(PictureFile(video, video.name), where, config)
+        files = sorted(file for file in video.iterdir() if file.suffix.lower() in _ENDINGS)
+    except OSError as error:  # no file can be called so, or it may not be looked at
+        return [BrokenVideo(str(video), _words(error))]
     if not files:
         return [BrokenVideo(str(video), "it is a folder without images")]
     rate = part.get("fps", 1.0)
-    if not isinstance(rate, (int, float)) or rate <= 0:
+    if not isinstance(rate, (int, float)) or not rate > 0:  # which NaN is not either
         raise ConfigError(f"{where}: 'fps' must be a number above 0, it is {rate!r}")
     chosen = uniform(len(files), n_frames(len(files) / rate, config))
     return [PictureFile(files[index], f"{video.name}/{files[index].name}") for index in chosen]
@@ -58,7 +61,8 @@ def frames_of(
 
 def n_frames(duration: float, config: ImageTextConfig) -> int:
     """How many frames of a video of so many seconds are read."""
-    return int(np.clip(round(duration * config.frames_per_second), config.min_frames, config.max_frames))
+    wanted = min(duration * config.frames_per_second, config.max_frames)  # a duration may be infinite
+    return max(round(wanted), config.min_frames)
 
 
 def uniform(there: int, wanted: int) -> list[int]:
