@@ -276,7 +276,6 @@ class BlocksOf:
 
 @attrs.frozen(kw_only=True)
 class BesideText(FusionConfig):
-    one_token_an_image = True
     places_tokens = False
 
 

@@ -51,7 +51,6 @@ class RowPoolConfig(ConnectorConfig):
 class GatedPrefixConfig(FusionConfig):
     """Keys of the fusion ``gated_prefix``."""
 
-    one_token_an_image: ClassVar[bool] = True
     places_tokens: ClassVar[bool] = False
 
     from_layer: int = attrs.field(default=0, validator=attrs.validators.ge(0))
