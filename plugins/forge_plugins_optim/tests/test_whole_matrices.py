@@ -45,6 +45,12 @@ class Layouts:
             "rows of rows": self.compare([distribute_tensor(one, grid, [Shard(0), Shard(0)]) for one in drawn()]),
             "fsdp of rows": self.compare(fully_sharded(grid, Shard(0), (8, 16))),
             "fsdp of columns": self.compare(fully_sharded(grid, Shard(1), (7, 16))),
+            "fsdp of rows and of columns": self.compare(
+                [*fully_sharded(grid, Shard(0), (8, 16)), *fully_sharded(grid, Shard(1), (7, 16))]
+            ),
+            "uneven experts and a matrix": self.compare(
+                [distribute_tensor(one, grid, [Shard(0), Shard(1)]) for one in drawn([(3, 8, 6), (8, 6)])]
+            ),
             "plain": self.compare(drawn()),
             "plain and rows": self.compare([*drawn(), distribute_tensor(drawn()[0], line, [Shard(0)])]),
             "experts": self.compare([distribute_tensor(one, line, [Shard(0)]) for one in drawn(STACKS)]),
@@ -139,6 +145,15 @@ def test_each_matrix_is_computed_once_and_the_work_is_shared_out(computed, layou
 @pytest.mark.parametrize("layout", ["fsdp of rows", "fsdp of columns"])
 def test_tensor_parallelism_and_fsdp_share_the_work_too(computed, layout):
     assert sorted(computed[layout]) == [0, 1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("layout", "n_matrices"), [("fsdp of rows and of columns", 6), ("uneven experts and a matrix", 4)]
+)
+def test_matrices_that_pass_axes_in_another_order_do_not_part_the_ranks(computed, layout, n_matrices):
+    """Ranks took turns by what each had computed before, and waited for parts that none sent."""
+    assert sum(computed[layout]) == n_matrices
+    assert max(computed[layout]) <= 2
 
 
 @pytest.mark.parametrize("layout", ["experts", "rows of experts", "experts and rows", "rows and experts"])

@@ -5,6 +5,7 @@ Shapes: B matrices of m × n, of which a rank holds ``(B, m', n')``.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -49,9 +50,10 @@ def map_whole(tensors: Sequence[torch.Tensor], function: Callable[[torch.Tensor]
     alike: dict[_Layout, list[int]] = {}
     for index, tensor in enumerate(tensors):
         alike.setdefault(_layout(tensor), []).append(index)
-    turns: dict[object, int] = {}
+    turns: dict[object, dict[object, int]] = defaultdict(dict)
     stacks = {
-        layout: _Stack([tensors[index] for index in indices], function, turns) for layout, indices in alike.items()
+        layout: _Stack([tensors[index] for index in indices], function, turns[layout.of_travel])
+        for layout, indices in alike.items()
     }
     runs = [_run([stacks[layout] for layout in layouts]) for layouts in _together(alike)]
     for run, following in zip(runs, [*runs[1:], None], strict=True):
@@ -139,6 +141,11 @@ class _Stack:
         function: Callable[[torch.Tensor], torch.Tensor],
         turns: dict[object, int],
     ) -> None:
+        """
+        Args:
+            turns: of the groups of stacks that pass the same axes. Along others, ranks of one group may have had
+                different numbers of matrices before.
+        """
         self._tensors = tensors
         self._function = function
         local = local_tensor(tensors[0])
