@@ -145,3 +145,17 @@ def test_on_a_cpu_large_tensors_are_updated_piece_by_piece() -> None:
     steps(other, theirs, 5)
 
     assert differences(ours, theirs) <= 1e-6
+
+
+def test_a_rank_that_has_nothing_of_several_parameters_updates_the_others() -> None:
+    """Those without an element were taken together, and had the factors of all of them."""
+    generator = torch.Generator().manual_seed(1)
+    held, alone = ([nn.Parameter(torch.ones(n, 3)) for n in sizes] for sizes in ((0, 0, 2, 0, 0), (2,)))
+    gradient = torch.randn(2, 3, generator=generator)
+    for parameters in (held, alone):
+        optimizer = made(parameters)
+        for one in parameters:
+            one.grad = gradient[: len(one)].clone()
+        optimizer.step()
+
+    assert held[2].equal(alone[0])

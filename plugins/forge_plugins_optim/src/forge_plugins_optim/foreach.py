@@ -154,7 +154,8 @@ class ForeachOptimizer(torch.optim.Optimizer):
         """Parameters that are updated together: on a CPU each alone, elsewhere all at once, or, where fp32 copies of
         them are made, some."""
         bucket, n_elements = Tensors(), 0
-        limit = 0 if _fits_a_cache(held[0]) else _BUCKET if with_copies else math.inf
+        most = _BUCKET if with_copies else math.inf
+        limit = -1 if _fits_a_cache(held[0]) else most  # not 0: a part may be empty
         for parameter in held:
             n_elements += local_tensor(parameter).numel()
             if bucket and (n_elements > limit or self.has_copy(bucket[0]) is not self.has_copy(parameter)):
