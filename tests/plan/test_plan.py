@@ -149,6 +149,19 @@ def test_state_of_other_shapes_is_planned_with_the_bytes_that_it_has(alone, plan
     assert 0 < (stage["at_peak"]["optimizer"] - tables) / stage["parameter_bytes"] <= most
 
 
+def test_what_a_step_of_the_optimizer_makes_for_a_while_is_not_its_state(alone, planned):
+    """Where sequences are short, the most is there in that step."""
+    short = ("--world-size", "1", "train.batch_size=1", "train.seq_len=8")
+    (stage,) = planned(*short, "optimizer={name='adamw_8bit', lr=1e-3, min_elements=0}")["stages"]
+
+    at_peak, largest = stage["at_peak"], stage["largest"]
+    assert at_peak["gradients"] == stage["parameter_bytes"]
+    assert at_peak["optimizer"] < stage["parameter_bytes"]
+    assert at_peak["temporary"] > 2 * stage["parameter_bytes"]
+    assert all(at_peak[name] <= most for name, most in largest.items())
+    assert largest["temporary"] < 3 * stage["parameter_bytes"], "gradients are counted as such"
+
+
 def test_an_embedding_is_not_whole_on_a_rank_while_the_logits_are(alone, planned):
     layout = ("--world-size", "64", "--vocab-size", "8192")
     (freed,) = planned(*layout)["stages"]

@@ -72,6 +72,7 @@ class MemoryLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
         self.recorder = recorder
         self.phase = "parameters"
+        self._makes = self.phase
         """The category of what is made now, unless an operation says more."""
         self.vocabulary: frozenset[int] = frozenset()
         """Last dimensions that make a tensor count as logits."""
@@ -200,12 +201,16 @@ class MemoryLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
             self._see, self.recorder = before, recorder  # type: ignore[method-assign]
 
     @contextmanager
-    def during(self, phase: str) -> Iterator[None]:
-        before, self.phase = self.phase, phase
+    def during(self, phase: str, *, makes: str = "") -> Iterator[None]:
+        """
+        Args:
+            makes: the category of what is made, by default the phase.
+        """
+        before, self.phase, self._makes = (self.phase, self._makes), phase, makes or phase
         try:
             yield
         finally:
-            self.phase = before
+            self.phase, self._makes = before
 
     def _see(self, tensor: torch.Tensor, gathers: bool) -> None:
         for storage in _storages(tensor):
@@ -220,7 +225,7 @@ class MemoryLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
             return "logits"
         if self.phase == "activations" and torch._C._current_graph_task_id() != -1:  # inside backward
             return "temporary"
-        return self.phase
+        return self._makes
 
     def _add(self, storage: torch.UntypedStorage, category: str) -> None:
         entry = Storage(0, category, len(self.log))

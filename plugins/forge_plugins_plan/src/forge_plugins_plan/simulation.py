@@ -292,7 +292,7 @@ class Simulation:
         else:
             _stand_in(found, ledger)
             gradients = _gradients(built)
-            with ledger.during("optimizer"):
+            with ledger.during("optimizer", makes="temporary"):  # its state is there
                 clip_gradients(optimizer, Gradients(built.parameters, rank.mesh, _CPU), self.job.train.clip_norm)
                 optimizer.step()
             state = [value for entry in optimizer.state.values() for value in entry.values() if torch.is_tensor(value)]
@@ -348,7 +348,9 @@ def _memory(optimizer: OptimizerStep, run: Timeline) -> RankMemory:
     tally.play(run)
     tally.play(optimizer.changes)
     at_peak = {category: tally.at_peak[category] for category in CATEGORIES}
-    return RankMemory(tally.peak, at_peak, {**tally.largest, **optimizer.largest})
+    # an optimizer may keep more than its state: adamw_8bit has tables
+    largest = {name: max(size, at_peak[name]) for name, size in {**tally.largest, **optimizer.largest}.items()}
+    return RankMemory(tally.peak, at_peak, largest)
 
 
 def _updated(built: BuiltModel) -> list[object]:

@@ -56,7 +56,7 @@ class Tally:
         self.peak = self._total = sum(self.current.values())
         self._at_peak = Counter(self.current)
         self._at_peak.update(self.known)
-        self.largest = Counter(self.current)
+        self.largest = Counter(self._at_peak)
 
     @property
     def at_peak(self) -> Mapping[str, int]:
@@ -77,8 +77,9 @@ class Tally:
         if one.known_as:
             self.known[one.category_then] -= one.known_size
             self.known[one.known_as] += one.known_size
-        if current[one.category_after] > self.largest[one.category_after]:
-            self.largest[one.category_after] = current[one.category_after]
+        size = current[one.category_after] + self.known[one.category_after]
+        if size > self.largest[one.category_after]:
+            self.largest[one.category_after] = size
         self._total += one.after - one.before
         if self._total > self.peak:
             self.peak = self._total
