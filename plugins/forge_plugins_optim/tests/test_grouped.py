@@ -140,6 +140,15 @@ def test_wrong_keys_are_sentences(groups, words) -> None:
         make(groups, drawn())
 
 
+def test_muon_on_other_roles_is_found_at_validation() -> None:
+    groups = [*BY_ROLE, {"roles": ["expert", "head"], "optimizer": MUON}, {"patterns": ["head.*"], "optimizer": MUON}]
+    config = builder().resolve("optimizer", {"name": "grouped", "groups": groups}).config
+
+    found = [*config.check(job=None)]
+
+    assert found == [("groups[2].roles", "muon takes matrix and expert; got 'head'")]
+
+
 def test_muon_on_everything_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"muon was given embed\.weight \(embedding \(6, 4\)\)"):
         make([{"optimizer": MUON}], drawn())

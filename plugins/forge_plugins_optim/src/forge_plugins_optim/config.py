@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from forge_core.config.sections import Job
 
 
+MATRIX_ROLES = ("matrix", "expert")
 Role = Literal["matrix", "embedding", "head", "norm", "bias", "expert"]
 Rounding = Literal["nearest", "stochastic", "split"]
 
@@ -358,6 +359,13 @@ class GroupedConfig:
     def _one_takes_the_rest(self, _: attrs.Attribute[Any], groups: tuple[OptimizerGroup, ...]) -> None:
         if sum(group.takes_the_rest for group in groups) > 1:
             raise ValueError("has several groups with neither roles nor patterns, and one alone can take the rest")
+
+    def check(self, job: Job) -> Iterator[tuple[str, str]]:
+        """Muon takes no other roles than those of matrices."""
+        for index, group in enumerate(self.groups):
+            others = [role for role in group.roles if role not in MATRIX_ROLES]
+            if others and isinstance(group.optimizer.config, MuonConfig):
+                yield f"groups[{index}].roles", f"muon takes {' and '.join(MATRIX_ROLES)}; got {others[0]!r}"
 
 
 @attrs.frozen(kw_only=True)

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from forge_core.contracts.optimizer import NamedParameter, UpdateSize
 from forge_core.errors import ConfigError, and_more
 from forge_core.ops.local_tensor import local_tensor
-from forge_plugins_optim.config import MUON_ALONE, MuonConfig
+from forge_plugins_optim.config import MATRIX_ROLES, MUON_ALONE, MuonConfig
 from forge_plugins_optim.foreach import ForeachOptimizer, Tensors
 from forge_plugins_optim.newton_schulz import orthogonalise
 from forge_plugins_optim.parameter_groups import parameter_groups
@@ -113,7 +113,7 @@ def _laid_out_as(parameter: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
 
 
 def _refuse_others(parameters: Sequence[NamedParameter]) -> None:
-    others = [one for one in parameters if one.role not in ("matrix", "expert") or one.parameter.ndim not in (2, 3)]
+    others = [one for one in parameters if one.role not in MATRIX_ROLES or one.parameter.ndim not in (2, 3)]
     if others:
         named = ", ".join(f"{one.name} ({one.role} {tuple(one.parameter.shape)})" for one in others[:3])
         raise ConfigError(f"optimizer: muon was given {named}{and_more(len(others), 3)}. {MUON_ALONE}.")
