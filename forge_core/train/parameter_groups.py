@@ -19,8 +19,8 @@ def split_groups(optimizer: torch.optim.Optimizer, of: Callable[[nn.Parameter], 
 
 
 def members_of(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
-    """The optimizers that one is made of, or that one alone."""
-    return [*getattr(optimizer, "members", ())] or [optimizer]
+    """The optimizers that one is made of, which may be made of others in their turn, or that one alone."""
+    return [own for one in getattr(optimizer, "members", ()) for own in members_of(one)] or [optimizer]
 
 
 def _split(group: dict[str, Any], of: Callable[[nn.Parameter], Hashable]) -> Iterator[dict[str, Any]]:

@@ -6,6 +6,7 @@ from torch import nn
 
 from forge_core.contracts.optimizer import NamedParameter
 from forge_core.errors import ConfigError, ForgeError
+from forge_core.train.parameter_groups import split_groups
 from forge_testing.component_case import builder
 
 ROLES = {
@@ -74,6 +75,22 @@ def test_a_learning_rate_set_on_a_group_of_the_whole_reaches_its_optimizer() -> 
     step(optimizer, parameters)
 
     assert all(torch.equal(one.parameter, before[one.name]) for one in parameters)
+
+
+def test_a_learning_rate_reaches_groups_within_groups_that_phases_have_split() -> None:
+    """The inner ones kept the groups from before the split, whose rate never changed."""
+    parameters = drawn()
+    optimizer = make(
+        [{"roles": ["matrix"], "optimizer": {"name": "grouped", "groups": BY_ROLE[:1]}}, *BY_ROLE[1:]], parameters
+    )
+    split_groups(optimizer, id)
+    before = [one.parameter.detach().clone() for one in parameters]
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+
+    step(optimizer, parameters)
+
+    assert all(one.parameter.equal(old) for one, old in zip(parameters, before, strict=True))
 
 
 def test_patterns_and_roles_hold_together_and_one_group_takes_the_rest() -> None:
