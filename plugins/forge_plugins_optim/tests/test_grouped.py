@@ -1,5 +1,7 @@
 """``grouped``: each parameter has exactly one optimizer, which does what it would do alone."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -181,3 +183,19 @@ def test_state_of_another_optimizer_is_refused() -> None:
 
     with pytest.raises(ConfigError, match=r"blocks\.0\..* was updated by forge-plugins-optim:lion when"):
         step(after, resumed)
+
+
+def test_groups_within_groups_go_on_with_their_state() -> None:
+    """The outer one missed its own name in the state, which has that of the innermost."""
+    nested = [{"roles": ["matrix"], "optimizer": {"name": "grouped", "groups": BY_ROLE[:1]}}, *BY_ROLE[1:]]
+    saved, resumed = drawn(), drawn()
+    before, after = make(nested, saved), make(nested, resumed)
+    step(before, saved)
+    for old, new in zip(saved, resumed, strict=True):
+        new.parameter.data.copy_(old.parameter)
+        after.state[new.parameter].update(copy.deepcopy(before.state[old.parameter]))
+
+    step(before, saved, seed=2)
+    step(after, resumed, seed=2)
+
+    assert all(old.parameter.equal(new.parameter) for old, new in zip(saved, resumed, strict=True))

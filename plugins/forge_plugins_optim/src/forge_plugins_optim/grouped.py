@@ -83,7 +83,8 @@ class Grouped(torch.optim.Optimizer):
 
     def _compare(self) -> None:
         for name, member in self._members:
-            for parameter, state in member.state.items():
+            own = {} if isinstance(member, Grouped) else member.state  # it compares by itself
+            for parameter, state in own.items():
                 if state and state.get(_OWNER) != name:
                     raise ConfigError(
                         f"optimizer.groups: {self._names[parameter]} was updated by {state.get(_OWNER, 'another')} "
