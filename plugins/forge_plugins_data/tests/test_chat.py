@@ -433,6 +433,17 @@ def test_a_token_across_the_border_of_a_completion_belongs_to_it(tmp_path, open_
     assert source.tokenizer.decode([token for token in one[1] if token != -100]) == " is 4."
 
 
+def test_a_completion_may_end_in_a_space_that_has_no_token(tmp_path, open_completions, use_tokenizer):
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"is": 0, "it": 1, "</s>": 2}, unk_token="</s>"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    words.save(str(tmp_path / "words.json"))
+    tokenizer = use_tokenizer("tokenizer_file", path=str(tmp_path / "words.json"))
+    lines = {"prompt": "is", "completion": " it \n"}, {"prompt": "it is", "completion": " "}
+    source = open_completions(write(tmp_path / "a.jsonl", *lines), tokenizer=tokenizer)
+
+    assert documents(source) == [([0, 1, 2], [1, 2, -100]), ([1, 0, 2], [-100, 2, -100])]
+
+
 @pytest.mark.parametrize(
     ("line", "sentence"),
     [

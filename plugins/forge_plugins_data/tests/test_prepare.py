@@ -155,6 +155,14 @@ def test_files_of_a_folder_that_no_pattern_takes_are_counted_by_their_ending(tmp
     assert more == "choose others with --pattern, such as --pattern '**/*.md'"
     assert "left out" not in of_one_file
 
+    for ending in "abc":
+        (tmp_path / f"x.{ending}").touch()
+    _, printed = run(tmp_path, tmp_path.with_name("out3"))
+    assert ", 2 files with 2 other endings; choose" in printed
+    (tmp_path / "x.c").unlink()
+    _, printed = run(tmp_path, tmp_path.with_name("out4"))
+    assert ", 1 file with 1 other ending; choose" in printed
+
 
 def test_a_text_file_that_is_no_text_is_refused_unless_its_bytes_are_wanted(tmp_path):
     (tmp_path / "x.txt").write_bytes(b"PAR1 and more")
@@ -344,6 +352,16 @@ def test_other_settings_or_input_do_not_continue_what_was_begun(tmp_path):
         run(file, file)
 
 
+@pytest.mark.parametrize("content", ["", "[1]", "{", '{"a": 1'])
+def test_settings_that_are_damaged_are_named(tmp_path, content):
+    write_jsonl(tmp_path / "x.jsonl", ["a"])
+    run(tmp_path / "x.jsonl", tmp_path / "out")
+    (tmp_path / "out" / "settings.json").write_text(content)
+
+    with pytest.raises(ConfigError, match=r"out/settings\.json is damaged \(.*\); remove .*out and prepare the data"):
+        run(tmp_path / "x.jsonl", tmp_path / "out")
+
+
 def test_two_preparations_do_not_work_in_one_folder(tmp_path):
     file = write_jsonl(tmp_path / "x.jsonl", texts())
     run(file, tmp_path / "out")
@@ -414,6 +432,8 @@ def test_input_that_cannot_be_used_is_refused_with_a_sentence(tmp_path):
     (tmp_path / "number.jsonl").write_text('{"text": 5}\n')
     (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(os.urandom(9000))[:-2000])
     (tmp_path / "cut.jsonl.zst").write_bytes(pa.Codec("zstd").compress(os.urandom(9000), asbytes=True)[:-2000])
+    (tmp_path / "deep.jsonl").write_text('{"text": "a"}\n{"text": "b", "x": ' + "[" * 99_999 + "]" * 99_999 + "}\n")
+    os.mkfifo(tmp_path / "pipe")
     write_parquet(tmp_path / "ids.parquet", [1, 2], type_=pa.int64())
     (tmp_path / "cut.parquet").write_bytes(write_parquet(tmp_path / "whole.parquet", texts()).read_bytes()[:-100])
     (tmp_path / "empty.txt").touch()
@@ -427,6 +447,8 @@ def test_input_that_cannot_be_used_is_refused_with_a_sentence(tmp_path):
         ),
         ("bad.jsonl", {}, r"bad\.jsonl, line 2 is not JSON: Expecting value at character 11"),
         ("open.jsonl", {}, r"open\.jsonl, line 1 is not JSON: Invalid control character at character 14"),
+        ("deep.jsonl", {}, r"deep\.jsonl, line 2 is not JSON: maximum recursion depth exceeded"),
+        ("pipe", {}, r"path = '.*pipe' is neither a file nor a folder, but something like a pipe or a device"),
         ("list.jsonl", {}, r"has no 'text'; it is not an object"),
         ("number.jsonl", {}, r"'text' must be text, it is 5"),
         ("cut.jsonl.gz", {}, r"cannot read .*cut\.jsonl\.gz|is not UTF-8|is not JSON"),

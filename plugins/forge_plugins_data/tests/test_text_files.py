@@ -13,9 +13,13 @@ import tokenizers
 from forge_core.data.loader import BatchLoader
 from forge_core.data.stream import SampleStream
 from forge_core.errors import ConfigError
+from forge_plugins_data.bytes_tokenizer import BytesTokenizer
 from forge_plugins_data.config import TextFilesConfig
 from forge_plugins_data.file_selection import SelectedFile, select_files
+from forge_plugins_data.prepare import prepare
+from forge_plugins_data.progress import Progress
 from forge_plugins_data.text_files import open_text_files, split_files
+from forge_plugins_data.tokenizer_config import BytesConfig
 
 
 @pytest.fixture
@@ -208,6 +212,22 @@ def test_packed_samples_are_the_same_for_any_number_of_workers_and_after_a_resum
         assert expected.keys() == actual.keys() == {"tokens", "targets", "document", "positions"}
         for name in expected:
             np.testing.assert_array_equal(expected[name], actual[name])
+
+
+def test_names_of_files_may_be_no_utf8_and_have_spaces_or_lines(tmp_path, open_text):
+    names = [os.fsdecode(name) for name in (b"a b.txt", b"c\nd.txt", b"\xff\xfe.txt", "grüße.txt".encode())]
+    try:
+        for name in names:
+            (tmp_path / name).write_text("123456789")
+    except OSError:
+        pytest.skip("this file system takes UTF-8 alone")
+
+    held_out = len(open_text(tmp_path, "validation", validation=0.5))
+
+    assert held_out
+    assert held_out + len(open_text(tmp_path, validation=0.5)) <= len(open_text(tmp_path))
+    whole = prepare([str(tmp_path)], tmp_path / "out", tokenizer=BytesTokenizer(BytesConfig()), progress=Progress())
+    assert whole.tokens == 40
 
 
 def test_what_cannot_be_used_is_refused_with_a_sentence(tmp_path, open_text, monkeypatch):

@@ -50,6 +50,37 @@ def test_decoding_bytes_leaves_the_end_of_document_out_and_marks_what_is_not_utf
     assert tokenizer.vocab_size == tokenizer.end_of_document + 1 == 257
 
 
+@pytest.mark.parametrize("saved_with", ["enable_truncation", "enable_padding"])
+def test_a_file_that_was_saved_while_texts_were_cut_or_filled_up_encodes_all_of_them_as_they_are(word_file, saved_with):
+    file = word_file("</s>")
+    saved = tokenizers.Tokenizer.from_file(str(file))
+    saved.enable_truncation(2) if saved_with == "enable_truncation" else saved.enable_padding(length=9)
+    saved.save(str(file))
+
+    tokenizer = TokenizerFile(TokenizerFileConfig(path=file.name), base=file.parent)
+
+    assert tokenizer.encode("hello world hello").tolist() == [0, 1, 0]
+    assert tokenizer.encode_with_ends("hello world hello")[1].tolist() == [5, 11, 17]
+
+
+def test_tokens_end_where_they_do_though_the_file_takes_spaces_off_them(tmp_path):
+    saved = tokenizers.Tokenizer(tokenizers.models.BPE())
+    saved.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    saved.decoder = tokenizers.decoders.ByteLevel()
+    saved.post_processor = tokenizers.processors.ByteLevel(trim_offsets=True)
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(special_tokens=["</s>"], initial_alphabet=alphabet, show_progress=False)
+    saved.train_from_iterator(["x:\n    y\n    " * 99], trainer)
+    saved.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = TokenizerFile(TokenizerFileConfig(path="tokenizer.json"), base=tmp_path)
+
+    ids, ends = tokenizer.encode_with_ends("x:\n    ")
+
+    starts = [0, *ends[:-1]]
+    assert [tokenizer.decode([one]) for one in ids] == ["x:\n    "[a:b] for a, b in zip(starts, ends, strict=True)]
+    assert len(ids) < 7, "no token has several spaces"
+
+
 @pytest.mark.parametrize("special", ["<|endoftext|>", "</s>", "<|end_of_text|>", "[EOS]"])
 def test_the_end_of_document_is_found_by_its_known_names(word_file, special):
     tokenizer = TokenizerFile(TokenizerFileConfig(path=str(word_file(special))), base=word_file(special).parent)

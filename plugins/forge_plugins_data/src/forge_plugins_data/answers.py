@@ -165,8 +165,9 @@ def learned_tokens(ends: np.ndarray, answers: Iterable[tuple[int, int]]) -> np.n
     """
     learned = np.zeros(len(ends), dtype=bool)
     for start, stop in answers:
-        if start < stop:
-            last = ends[np.searchsorted(ends, stop)]  # several tokens of one character end together
+        if start < stop and len(ends):
+            # several tokens of one character end together; the end of a text may have no token, such as a space
+            last = ends[min(int(np.searchsorted(ends, stop)), len(ends) - 1)]
             learned |= (ends > start) & (ends <= last)
     return learned
 

@@ -238,7 +238,7 @@ def _parsed(line: bytes, where: _Line) -> Any:
         return json.loads(line)
     except UnicodeDecodeError:
         raise
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         said = (
             f"{error.msg.removesuffix(' at')} at character {error.pos + 1}"
             if isinstance(error, json.JSONDecodeError)

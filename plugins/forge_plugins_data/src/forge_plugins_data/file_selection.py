@@ -123,7 +123,7 @@ def _find(path: str, patterns: Sequence[str]) -> list[SelectedFile]:
     if glob.has_magic(str(location)):
         return _find_by_glob(location)
     refuse_missing(path)
-    return []
+    raise ConfigError(f"path = {path!r} is neither a file nor a folder, but something like a pipe or a device")
 
 
 def _find_in_folder(folder: Path, patterns: Sequence[str]) -> list[SelectedFile]:

@@ -74,5 +74,5 @@ class InMemory:
 
 
 def unit_hash(name: str) -> float:
-    """Uniform in [0, 1): what is held out is chosen by it."""
-    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:6], "big") / 2**48
+    """Uniform in [0, 1): what is held out is chosen by it. Names of files may be any bytes."""
+    return int.from_bytes(hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest()[:6], "big") / 2**48

@@ -96,7 +96,8 @@ def _listed(endings: Mapping[str, int]) -> str:
         for ending, count in [*endings.items()][:_ENDINGS]
     ]
     others = [*endings.values()][_ENDINGS:]
-    return ", ".join(common) + (f", {sum(others):,} files with {len(others)} other endings" if others else "")
+    more = f"{sum(others):,} file{'s' * (sum(others) != 1)} with {len(others)} other ending{'s' * (len(others) != 1)}"
+    return ", ".join([*common, more] if others else common)
 
 
 def _settings(
@@ -111,7 +112,8 @@ def _settings(
     inputs = hashlib.sha256()
     for file in files:
         status = file.path.stat()
-        inputs.update(f"{file.relative}\0{status.st_size}\0{status.st_mtime_ns}\0".encode())
+        name = file.relative.encode("utf-8", "surrogateescape")
+        inputs.update(name + f"\0{status.st_size}\0{status.st_mtime_ns}\0".encode())
     which = {"train_bpe": tokenizer} if isinstance(tokenizer, int) else {"tokenizer": tokenizer.fingerprint}
     return which | {
         "text_field": text_field,
@@ -131,7 +133,10 @@ def _require_same_settings(output: Path, settings: dict[str, Any]) -> None:
         return
     if not file.is_file():
         raise ConfigError(f"the folder {output} has other things in it; name a new or an empty one")
-    before = json.loads(file.read_text(encoding="utf-8"))
+    try:
+        before = dict(json.loads(file.read_text(encoding="utf-8")))
+    except (OSError, TypeError, ValueError) as error:
+        raise ConfigError(f"{file} is damaged ({error}); remove {output} and prepare the data again") from error
     differing = sorted(key for key in before.keys() | settings.keys() if before.get(key) != settings.get(key))
     if differing:
         changes = "; ".join(f"{key}: {before.get(key)} then, {settings.get(key)} now" for key in differing)

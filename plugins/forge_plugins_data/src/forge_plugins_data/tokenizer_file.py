@@ -40,6 +40,10 @@ class TokenizerFile:
             self._tokenizer = tokenizers.Tokenizer.from_buffer(self._content)
         except Exception as error:  # the library raises bare Exception
             raise ConfigError(f"{path} is not a file of the tokenizers library: {error}") from error
+        # as transformers does: a file may have been saved while texts were cut or filled up to one length
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._tokenizer.post_processor = None  # it may take the spaces of a token out of its place in the text
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size: int = max(vocabulary.values(), default=-1) + 1
         self._end = _end_of_document(vocabulary, config.end_of_document, path)
