@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import subprocess
 import sys
 import tomllib
@@ -271,6 +272,21 @@ def test_what_cannot_be_written_is_told_and_nothing_is(words, sentence, tmp_path
     assert main(["new", *words]) == 2
     assert sentence in capsys.readouterr().err
     assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("words", [["config", "a"], ["loss", "a", "--file"], ["loss", "a"]])
+def test_on_a_full_disk_nothing_is_left_that_the_next_try_stops_at(words, tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
+    try:
+        assert main(["new", *words]) == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+    assert re.search(r"error: cannot write a(\.toml|\.py)?: File too large", capsys.readouterr().err)
+    assert not [*tmp_path.iterdir()]
+    assert main(["new", *words]) == 0
 
 
 def test_names_follow_from_the_given_one(tmp_path: Path) -> None:

@@ -81,12 +81,21 @@ def test_forge_attention_draws(run, tmp_path):
         (["--prompt", "a", "--heads", "4"], "--heads 4: blocks.0.attn_pattern has the heads 0 to 3"),
         (["--prompt", ""], "--prompt: it has no token"),
         (["--prompt", "a", "--out", "a.pdf"], "--out a.pdf: must end with .csv or .png"),
+        (["--prompt", "a", "--out", "nowhere/a.csv"], "--out nowhere/a.csv: the folder nowhere is not there"),
         (["--prompt", "a", "--layers", "9"], "site 'blocks.9.attn_pattern'"),
     ],
 )
 def test_bad_input_of_forge_attention_is_a_sentence(run, capsys, arguments, message):
     assert main(["attention", str(run), *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_results_that_cannot_be_written_are_a_sentence(run, tmp_path, capsys):
+    (tmp_path / "a.csv").mkdir()
+
+    assert main(["attention", str(run), "--prompt", "a", "--out", str(tmp_path / "a.png")]) == 2
+
+    assert f"--out: cannot write {tmp_path / 'a.csv'}: Is a directory" in capsys.readouterr().err
 
 
 def test_a_checkpoint_that_is_not_there_is_a_sentence(tmp_path, capsys):

@@ -429,6 +429,8 @@ def test_a_store_of_something_else_is_not_gone_on_with(run, alone, capsys, tmp_p
     (tmp_path / "mine.txt").write_text("x")
     assert extract(run, tmp_path) == 2
     assert "has other files in it" in capsys.readouterr().err
+    assert extract(run, tmp_path / "mine.txt") == 2
+    assert "mine.txt: is a file or has other files in it; give a folder" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("what", ["run", "step", "checkpoint", "data", "tokenizer"])

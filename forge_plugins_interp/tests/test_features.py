@@ -367,6 +367,7 @@ def test_a_page_of_a_transcoder_names_what_it_predicts(here):
         (["runs/tiny", "--out", "a.html"], "contexts come from an activation_store"),
         (["runs/sae", "--out", "a.html", "--base", "runs/sae"], "was extracted from another checkpoint, of step 2"),
         (["nowhere", "--out", "a.html"], "nowhere does not exist"),
+        (["runs/sae", "--out", "nowhere/a.html"], "--out nowhere/a.html: the folder nowhere is not there"),
     ],
 )
 def test_bad_input_is_a_sentence(folder, monkeypatch, capfd, arguments, message):

@@ -105,6 +105,18 @@ def test_forge_probe_reads_labels_and_columns(store, tmp_path, capsys):
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.parametrize("name", ["labels.csv", "labels.png"])
+def test_labels_are_not_written_over(store, tmp_path, monkeypatch, capsys, name):
+    monkeypatch.chdir(tmp_path)
+    text = "stimulus_id,label\n" + "".join(f"s{i},{i % 2}\n" for i in range(40))
+    (tmp_path / "labels.csv").write_text(text)
+
+    assert main(["probe", str(store), "--labels", str(tmp_path / "labels.csv"), "--out", name]) == 2
+
+    assert f"--out {name}: labels.csv would be written over {tmp_path}/labels.csv; give" in capsys.readouterr().err
+    assert (tmp_path / "labels.csv").read_text() == text
+
+
 def test_a_sample_without_tokens_is_left_out_and_not_read_from_the_sample_before(tmp_path, capsys):
     """A store of tokens that match has none of some samples. Classes are those of samples, which values tell."""
     lengths = np.array([0, 2, 1, 0, 3, 0, *[1] * 14])

@@ -180,8 +180,17 @@ def test_a_folder_with_files_in_it_is_kept(job, tmp_path, capsys):
 
     assert main(["trace", str(job), "--out", str(tmp_path)]) == 2
 
-    assert "the folder has files in it" in capsys.readouterr().err
+    assert "is a file or has files in it; give a folder that is empty or new" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+
+
+def test_a_file_is_no_folder_of_a_trace_and_holds_none(job, tmp_path, capsys):
+    (tmp_path / "mine").write_text("mine")
+
+    assert main(["trace", str(job), "--out", str(tmp_path / "mine")]) == 2
+    assert "mine: is a file or has files in it; give a folder that is empty or new" in capsys.readouterr().err
+    assert main(["trace", str(job), "--out", str(tmp_path / "mine" / "trace")]) == 2
+    assert "mine/trace: Not a directory" in capsys.readouterr().err
 
 
 def test_a_site_that_is_not_there_is_a_sentence(job, tmp_path):

@@ -12,7 +12,7 @@ import click
 
 from forge_core.commands.json_output import json_option, print_json
 from forge_core.errors import ConfigError
-from forge_plugins_interp.tidy_table import Row, refuse_other_ending, save_results
+from forge_plugins_interp.tidy_table import Row, look_at_out, save_results
 
 if TYPE_CHECKING:
     from forge_plugins_interp.session import Session
@@ -68,7 +68,7 @@ def attention(
     as_json: bool,
 ) -> None:
     """Run the model of RUN on a prompt, and print for each head which tokens the last one looks at most."""
-    refuse_other_ending(out)
+    look_at_out(out)
 
     import torch
 

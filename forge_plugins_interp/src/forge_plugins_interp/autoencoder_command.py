@@ -10,6 +10,7 @@ import click
 
 from forge_core.commands.json_output import json_option, print_json
 from forge_core.errors import ConfigError
+from forge_plugins_interp.tidy_table import refuse_no_folder, write_csv, writing
 
 
 @attrs.frozen(kw_only=True)
@@ -101,8 +102,8 @@ def export(obj: Any, run: Path, form: str, out: Path) -> None:
     from forge_plugins_interp.autoencoders.formats import write
     from forge_plugins_interp.autoencoders.splice import load_dictionary
 
-    if out.exists() and any(out.iterdir()):
-        raise ConfigError(f"--out {out}: the folder has files in it; give one that is empty or new")
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(f"--out {out}: is a file or has files in it; give a folder that is empty or new")
 
     def say(line: str) -> None:
         click.echo(line, err=True)
@@ -128,23 +129,24 @@ def features(obj: Any, run: Path, out: Path, latents: str | None, rows: int | No
     """
     if out.suffix != ".html":
         raise ConfigError(f"--out {out}: must end with .html")
+    refuse_no_folder(out)
     chosen = _numbers(latents)
 
     from forge_plugins_interp.autoencoders.dashboard import open_dashboard
     from forge_plugins_interp.autoencoders.feature_page import features_page
     from forge_plugins_interp.autoencoders.features_config import FeaturesConfig
-    from forge_plugins_interp.tidy_table import write_csv
 
     def say(line: str) -> None:
         click.echo(line, err=True)
 
     config = FeaturesConfig() if rows is None else FeaturesConfig(rows=rows)
     found = open_dashboard(run, config, chosen=chosen, base=base, catalog=obj.catalog, log=say)
-    out.write_text(features_page(found, f"Latents of {run}"), encoding="utf-8")
     tables = {".csv": found.features.latent_rows(), ".contexts.csv": found.context_rows()}
-    for ending, table in {**tables, ".logits.csv": found.logit_rows()}.items():
-        if table:
-            write_csv(out.with_suffix(ending), table)
+    with writing(out):
+        out.write_text(features_page(found, f"Latents of {run}"), encoding="utf-8")
+        for ending, table in {**tables, ".logits.csv": found.logit_rows()}.items():
+            if table:
+                write_csv(out.with_suffix(ending), table)
     for note in found.notes:
         say(f"note: {note}")
     print(f"wrote {out}: {len(found.features.latents)} of {len(found.features.density):,} latents")

@@ -11,7 +11,7 @@ import click
 
 from forge_core.commands.json_output import json_option, print_json
 from forge_core.errors import ConfigError
-from forge_plugins_interp.tidy_table import refuse_other_ending, save_results
+from forge_plugins_interp.tidy_table import look_at_out, save_results
 
 if TYPE_CHECKING:
     import torch
@@ -71,7 +71,7 @@ def compare(
 
     OVERRIDES are keys of the metric, such as metric.kernel=rbf.
     """
-    refuse_other_ending(out)
+    look_at_out(out)
 
     from forge_core.commands.table import aligned
     from forge_core.config.builder import ComponentBuilder

@@ -227,9 +227,9 @@ class _Extraction:
             )
             if (request.out / "manifest.json").exists():
                 manifest.refuse_other(Manifest.read(request.out), request.out)
-            elif request.out.exists() and any(request.out.iterdir()):
+            elif request.out.exists() and (not request.out.is_dir() or any(request.out.iterdir())):
                 raise ConfigError(
-                    f"--out {request.out}: the folder has other files in it; give one that is empty or new"
+                    f"--out {request.out}: is a file or has other files in it; give a folder that is empty or new"
                 )
             make_folder(request.out)
             left = len(missing_shards(request.out, manifest, list(sites))) / manifest.n_shards()

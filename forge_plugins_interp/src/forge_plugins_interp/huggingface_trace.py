@@ -30,6 +30,7 @@ from forge_core.train.sources import data_seed, entries_of, open_source
 from forge_plugins_interp.aliases import canonical_site
 from forge_plugins_interp.fingerprint import Fingerprint, add_samples
 from forge_plugins_interp.site_pattern import matches
+from forge_plugins_interp.tidy_table import writing
 from forge_plugins_interp.trace_comparison import FILE, trace_lines
 
 Batch = dict[str, torch.Tensor]
@@ -91,8 +92,9 @@ def trace_huggingface(
             mean += float(part.detach())
     backward = {name: gradients[name] for name in reversed(values) if name in gradients}
     text = trace_lines(step, "site", values) + trace_lines(step, "site_gradient", backward)
-    out.mkdir(parents=True, exist_ok=True)
-    (out / FILE).write_text(text, encoding="utf-8")
+    with writing(out):
+        out.mkdir(parents=True, exist_ok=True)
+        (out / FILE).write_text(text, encoding="utf-8")
     return Traced(type(model).__name__, len(values), mean)
 
 

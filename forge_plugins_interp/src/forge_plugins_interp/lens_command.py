@@ -10,7 +10,7 @@ import click
 
 from forge_core.commands.json_output import json_option, print_json
 from forge_core.errors import ConfigError
-from forge_plugins_interp.tidy_table import Row, refuse_other_ending, save_results
+from forge_plugins_interp.tidy_table import Row, look_at_out, save_results
 
 if TYPE_CHECKING:
     from forge_plugins_interp.session import Session
@@ -79,7 +79,7 @@ def lens(
 
     A run with the pass tuned_lens is read through what it has trained.
     """
-    refuse_other_ending(out)
+    look_at_out(out)
     if attribute is None and (minus is not None or heads):
         raise ConfigError(f"{'--minus' if minus is not None else '--heads'}: has no effect without --attribute")
     if attribute is not None and (patterns or top != 1):

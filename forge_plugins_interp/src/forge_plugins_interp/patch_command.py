@@ -12,7 +12,7 @@ import click
 from forge_core.commands.json_output import json_option, print_json
 from forge_core.errors import ConfigError
 from forge_plugins_interp.site_pattern import listed
-from forge_plugins_interp.tidy_table import Row, refuse_other_ending, save_results
+from forge_plugins_interp.tidy_table import Row, look_at_out, save_results
 
 if TYPE_CHECKING:
     import torch
@@ -86,7 +86,7 @@ def patch(
 ) -> None:
     """Put values of the clean prompt into the corrupt one, place by place, and tell how much of the answer each brings
     back: 0 for nothing, 1 for all. With --from and --to, the values of one site change another one alone."""
-    refuse_other_ending(out)
+    look_at_out(out)
     dims = listed(by if by is not None else "" if senders else "position")
     if len(dims) > 2 or not (dims or senders):
         raise ConfigError(f"--by {by}: must be one dimension or two, such as position,head")

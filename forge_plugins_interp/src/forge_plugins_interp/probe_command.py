@@ -13,7 +13,7 @@ import click
 
 from forge_core.commands.json_output import json_option, print_json
 from forge_core.errors import ConfigError, nearest_hint
-from forge_plugins_interp.tidy_table import refuse_other_ending, save_results
+from forge_plugins_interp.tidy_table import look_at_out, save_results
 
 if TYPE_CHECKING:
     from forge_plugins_interp.probes.probe import Labelled
@@ -85,7 +85,7 @@ def probe(
     Labels are of samples, or with a column token (the place in the sample) of tokens. For tokens there is a control
     task: each token id, or with --control N each run of N tokens, has a random class.
     """
-    refuse_other_ending(out)
+    look_at_out(out, path)
     if (path is None) == (column is None):
         raise ConfigError("give either --labels FILE or --column NAME")
 

@@ -11,7 +11,7 @@ import click
 
 from forge_core.commands.json_output import json_option, print_json
 from forge_core.errors import ConfigError, nearest_hint
-from forge_plugins_interp.tidy_table import refuse_other_ending, save_results
+from forge_plugins_interp.tidy_table import look_at_out, save_results
 
 if TYPE_CHECKING:
     import numpy as np
@@ -93,7 +93,7 @@ def score(
     banded_ridge predicts from all sites together, with a penalty for each, and tells each one's part of the score. With
     --delays, rows of the store are in the order of time within each group of --groups.
     """
-    refuse_other_ending(out)
+    look_at_out(out, recordings)
     _refuse_options(method, groups=groups, delays=delays, shuffles=shuffles, reverse=reverse)
     earlier = _rows_earlier(delays) if delays is not None else []
 

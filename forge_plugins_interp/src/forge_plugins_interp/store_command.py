@@ -10,7 +10,7 @@ import click
 
 from forge_core.commands.json_output import json_option, print_json
 from forge_core.errors import ConfigError
-from forge_plugins_interp.tidy_table import refuse_other_ending, save_results
+from forge_plugins_interp.tidy_table import look_at_out, refuse_no_folder, save_results
 
 
 @attrs.frozen(kw_only=True)
@@ -61,8 +61,7 @@ def export(folder: Path, form: str, patterns: str, out: Path) -> None:
     """Write the store FOLDER in another format."""
     if out.exists():
         raise ConfigError(f"--out {out}: is there already; give a new name")
-    if not out.absolute().parent.is_dir():
-        raise ConfigError(f"--out {out}: the folder {out.parent} is not there")
+    refuse_no_folder(out)
 
     from forge_plugins_interp.store import Store
     from forge_plugins_interp.store_export import export_store
@@ -86,7 +85,7 @@ def export(folder: Path, form: str, patterns: str, out: Path) -> None:
 @json_option(Spectra)
 def spectrum(folder: Path, patterns: str, ranks: str, out: Path | None, as_json: bool) -> None:
     """Say how the variance of each site of the store FOLDER spreads over principal components."""
-    refuse_other_ending(out)
+    look_at_out(out)
     first, last = _ranks(ranks)
 
     from forge_core.commands.table import aligned

@@ -16,7 +16,7 @@ import click
 from forge_core.commands.json_output import json_option, print_json
 from forge_core.errors import ConfigError, ExitCode, and_more
 from forge_plugins_interp.site_pattern import listed
-from forge_plugins_interp.tidy_table import refuse_other_ending, save_results
+from forge_plugins_interp.tidy_table import look_at_out, save_results, writing
 
 if TYPE_CHECKING:
     from forge_plugins_interp.trace_comparison import Compared
@@ -114,9 +114,10 @@ def trace(
     keys = {"out": str(out), **_steps(steps or "1..3"), "sites": listed(patterns)}
     job = _job_with_trace(obj, config, overrides, nproc, keys)
     _refuse_files(out)
-    out.mkdir(parents=True, exist_ok=True)
     file = out / "job.toml"
-    file.write_text(job, encoding="utf-8")
+    with writing(out):
+        out.mkdir(parents=True, exist_ok=True)
+        file.write_text(job, encoding="utf-8")
     words = ["run", str(file), *([] if nproc == "1" else ["--nproc", nproc])]
     code = subprocess.run([sys.executable, "-P", "-m", "forge_core", *words]).returncode
     if code == ExitCode.INVALID:
@@ -127,8 +128,8 @@ def trace(
 
 
 def _refuse_files(out: Path) -> None:
-    if out.exists() and any(out.iterdir()):
-        raise ConfigError(f"--out {out}: the folder has files in it; give one that is empty or new")
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(f"--out {out}: is a file or has files in it; give a folder that is empty or new")
 
 
 def _trace_huggingface(
@@ -195,7 +196,7 @@ def _resume(given: str) -> str:
 
 
 def _compare(a: Path, b: Path, tolerance: float, out: Path | None, *, as_json: bool) -> None:
-    refuse_other_ending(out)
+    look_at_out(out)
 
     from forge_plugins_interp.figures.parting import parting_figure
     from forge_plugins_interp.trace_comparison import compare_traces, first_parting

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import keyword
 import re
+import shutil
 import sys
 from collections.abc import Mapping
 from importlib.util import find_spec
@@ -64,10 +65,34 @@ def new_folder(name: str, parent: Path) -> Path:
 
 
 def write_files(target: Path, files: Mapping[str, str]) -> None:
-    """Write texts by their paths within ``target``."""
-    for path, text in files.items():
-        (target / path).parent.mkdir(parents=True, exist_ok=True)
-        (target / path).write_text(text, encoding="utf-8")
+    """Write texts by their paths within ``target``, a new folder: all of them or none.
+
+    Raises:
+        ConfigError: they cannot be written.
+    """
+    try:
+        for path, text in files.items():
+            (target / path).parent.mkdir(parents=True, exist_ok=True)
+            (target / path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        shutil.rmtree(target, ignore_errors=True)
+        raise ConfigError(f"cannot write {target}: {error.strerror}") from error
+
+
+def write_new(target: Path, text: str) -> None:
+    """Write a file that is not there yet, whole or not at all.
+
+    Raises:
+        ConfigError: it is there already, or cannot be written.
+    """
+    try:
+        with target.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:
+        raise ConfigError(f"{target} exists already; choose another name, or remove it first") from None
+    except OSError as error:
+        target.unlink(missing_ok=True)
+        raise ConfigError(f"cannot write {target}: {error.strerror}") from error
 
 
 def write_config(name: str, parent: Path) -> Path:
@@ -79,14 +104,7 @@ def write_config(name: str, parent: Path) -> Path:
     if not parent.is_dir():
         raise ConfigError(f"{parent} is not a directory; make it first, or leave out --dir")
     target = parent / f"{name.removesuffix('.toml')}.toml"
-    text = Path(__file__).with_name("config.txt").read_text(encoding="utf-8")
-    try:
-        with target.open("x", encoding="utf-8") as file:
-            file.write(text)
-    except FileExistsError:
-        raise ConfigError(f"{target} exists already; choose another name, or remove it first") from None
-    except OSError as error:
-        raise ConfigError(f"cannot write {target}: {error.strerror}") from error
+    write_new(target, Path(__file__).with_name("config.txt").read_text(encoding="utf-8"))
     return target
 
 

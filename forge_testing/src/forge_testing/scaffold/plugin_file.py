@@ -22,7 +22,16 @@ from forge_core.registry.discovery import discover
 from forge_core.registry.entry_points import canonical_distribution
 from forge_core.registry.plugin_files import PROVIDER, with_files
 from forge_testing.plugin_file import FileCase, cases_in
-from forge_testing.scaffold.package import HOOKS, check_name, filled, names_of, new_folder, sections, write_files
+from forge_testing.scaffold.package import (
+    HOOKS,
+    check_name,
+    filled,
+    names_of,
+    new_folder,
+    sections,
+    write_files,
+    write_new,
+)
 
 _TABLES = {
     "callback": "[[callbacks]]",
@@ -57,12 +66,7 @@ def write_file(kind: str, name: str, parent: Path) -> Path:
         raise ConfigError(f"{parent} is not a directory; make it first, or leave out --dir")
     values = names_of(kind, name)
     target = parent / f"{values['name']}.py"
-    text = Template(sections(kind)[1]["file"]).substitute(values).strip() + "\n"
-    try:
-        with target.open("x", encoding="utf-8") as file:
-            file.write(text)
-    except FileExistsError:
-        raise ConfigError(f"{target} exists already; choose another name, or remove it first") from None
+    write_new(target, Template(sections(kind)[1]["file"]).substitute(values).strip() + "\n")
     return target
 
 
