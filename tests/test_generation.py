@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from forge_core.config.builder import ComponentBuilder
 from forge_core.contracts.component_ref import ComponentRef
@@ -125,6 +127,22 @@ def frequencies(**settings):
 )
 def test_samples_follow_the_distribution_that_was_asked_for(settings, expected):
     torch.testing.assert_close(frequencies(**settings), torch.tensor(expected).float(), atol=0.01, rtol=0)
+
+
+class Float64Refused(TorchDispatchMode):
+    """Every tensor may be on MPS, which has no float64."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        found = function(*args, **(kwargs or {}))
+        assert not (isinstance(found, torch.Tensor) and found.dtype == torch.float64), function
+        return found
+
+
+@pytest.mark.parametrize("settings", [{}, {"top_p": 0.5}, {"temperature": 5e-324}])
+def test_on_mps_no_float64_is_needed(settings):
+    with FakeTensorMode(), Float64Refused():
+        drawn = sample(torch.zeros(2, 30, device="mps"), **settings)
+    assert drawn.shape == (2,)
 
 
 def test_top_p_does_not_depend_on_the_order_of_the_vocabulary():

@@ -130,7 +130,7 @@ class Metrics:
         if taken := reported.keys() & (tensors.keys() | known.keys() | {"step"}):
             raise PluginError(f"a callback reports {sorted(taken)[0]!r}, which the step has itself; take another name")
         tensors |= reported
-        stacked = torch.stack([tensor.detach().to(torch.float64) for tensor in tensors.values()])
+        stacked = torch.stack([tensor.detach().to(widest(self._run.device)) for tensor in tensors.values()])
         self._pending = Pending(step, tuple(tensors), HostCopy(stacked), known)
 
     def _tokens_of_sources(self) -> dict[str, int]:
@@ -194,7 +194,12 @@ ABSENT = -math.inf
 
 def zeros_of_sources(number: int, device: torch.device) -> torch.Tensor:
     """``CheckedLoss.sums_of_sources`` before the first microbatch."""
-    return torch.zeros(number, 2, dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
+    return torch.zeros(number, 2, dtype=widest(device), device=device)
+
+
+def widest(device: torch.device) -> torch.dtype:
+    """The floating-point type that sums are kept in: MPS has no float64."""
+    return torch.float32 if device.type == "mps" else torch.float64
 
 
 def losses_of_sources(names: Sequence[str], sums: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -21,7 +21,7 @@ from forge_core.distributed.mesh import DATA_AXES, LOSS_AXES
 from forge_core.errors import PluginError
 from forge_core.train.build import BuiltModel
 from forge_core.train.executor import Batch
-from forge_core.train.metrics import zeros_of_sources
+from forge_core.train.metrics import widest, zeros_of_sources
 from forge_core.train.scales import count_targets, to_device
 
 
@@ -71,7 +71,7 @@ class ModelEvaluator:
 
     def losses(self, source: DataSource, *, samples: int = 0, by: Literal["source", "sample"] = "source") -> LossTotal:
         """Same as ``EvaluationContext.losses``."""
-        sums = torch.zeros(2, dtype=self._wide(), device=self.device)
+        sums = torch.zeros(2, dtype=widest(self.device), device=self.device)
         n_targets, loss, has_perplexity = 0, self._model.loss, True
         names: Sequence[str] = source.names if by == "source" and isinstance(source, NamesSources) else ()
         n_parts = min(samples or len(source), len(source)) if by == "sample" else len(names)
@@ -120,7 +120,7 @@ class ModelEvaluator:
 
     def sum_over_ranks(self, values: Mapping[str, float | torch.Tensor]) -> dict[str, float]:
         """Same as ``EvaluationContext.sum_over_ranks``."""
-        sums = torch.tensor([float(value) for value in values.values()], dtype=self._wide(), device=self.device)
+        sums = torch.tensor([float(value) for value in values.values()], dtype=widest(self.device), device=self.device)
         return dict(zip(values, self._mesh.sum_over(sums, (*DATA_AXES, "pp")).tolist(), strict=True))
 
     def looks_ahead(self) -> bool:
@@ -141,9 +141,6 @@ class ModelEvaluator:
     def _note(self, batch: Batch) -> None:
         if self._after_batch(batch):
             raise GivenUpError
-
-    def _wide(self) -> torch.dtype:
-        return torch.float32 if self.device.type == "mps" else torch.float64
 
     def _set_training(self, training: bool) -> None:
         for part in self._model.parts:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from forge_core.train.metrics import Metrics
 
@@ -34,3 +35,16 @@ def test_mfu_counts_what_batches_take_beside_their_tokens_as_if_all_data_paralle
 
     assert speed["step_seconds"] == 2
     assert speed["mfu"] == pytest.approx((100 * 7 + 4 * 600 / 2) / (2 * 8 * 50))
+
+
+@pytest.mark.parametrize(("device", "dtype"), [("cpu", torch.float64), ("mps", torch.float32)])
+def test_values_of_a_step_go_to_the_host_in_the_widest_type_of_the_device(device, dtype):
+    """MPS has no float64. Fake tensors are on it on any machine."""
+    run = SimpleNamespace(
+        device=torch.device(device), mesh=None, reports=SimpleNamespace(take=lambda mesh, device: {}), loader=None
+    )
+    with FakeTensorMode():
+        logged: Any = SimpleNamespace(_run=run, _ready=(1, {"loss": torch.zeros((), device=device)}, {}), _pending=None)
+        Metrics.send(logged)
+
+    assert logged._pending.values._values.dtype == dtype

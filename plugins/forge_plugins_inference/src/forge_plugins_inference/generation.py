@@ -113,8 +113,9 @@ def sample(
     applied before top-p (nucleus sampling, Holtzman et al. 2019, arXiv 1904.09751)."""
     if temperature == 0:
         return logits.argmax(-1)
-    # of the distance to the likeliest, in float64: a temperature that is all but 0 leaves nothing else
-    logits = (logits.double() - logits.max(-1, keepdim=True).values) / temperature
+    # of the distance to the likeliest, in float64, which MPS lacks: a temperature all but 0 leaves nothing else
+    wide = torch.float32 if logits.device.type == "mps" else torch.float64
+    logits = (logits.to(wide) - logits.max(-1, keepdim=True).values) / max(temperature, torch.finfo(wide).tiny)
     if 0 < top_k < logits.shape[-1]:
         least = logits.topk(top_k, dim=-1).values[:, -1:]
         logits = logits.masked_fill(logits < least, -torch.inf)
