@@ -287,6 +287,14 @@ def test_the_keys_of_an_evaluation_are_options(evaluate, runs, questions):
     assert both["eval/accuracy/accuracy"] == of_four["eval/accuracy/accuracy"]
 
 
+def test_questions_may_have_ends_of_lines_that_are_none_of_json(evaluate, shared_tiny):
+    lines = [{"prompt": f"a{end}b", "answer": "c"} for end in ("\u2028", "\x85", " ")]
+    file = shared_tiny.folder / "lines.jsonl"
+    file.write_text("\ufeff" + "".join(json.dumps(line, ensure_ascii=False) + "\r\n" for line in lines))
+
+    assert evaluate("plain", *asked(file))["eval/exact_match/questions"] == 3
+
+
 def test_an_answer_ends_before_the_stop_text(evaluate, shared_tiny, questions):
     answer = questions[1][0]
     stop = answer.strip()[1]
@@ -305,6 +313,10 @@ def test_an_answer_ends_before_the_stop_text(evaluate, shared_tiny, questions):
         ("[1]", "asked.jsonl:1: must be an object"),
         ('{"prompt": "a"}', "asked.jsonl:1: needs a text as 'answer'"),
         ('{"prompt": "", "answer": "b"}', "asked.jsonl:1: needs a text as 'prompt'"),
+        (
+            '{"prompt": "a", "answer": " b\\nc"}',
+            "question 1 has the answer ' b\\nc', and answers end before stop = '\\n'",
+        ),
         (json.dumps({"prompt": "a" * 99, "answer": "b"}), "question 1 has 99 tokens, and 6 new ones (max_new_tokens)"),
     ],
 )

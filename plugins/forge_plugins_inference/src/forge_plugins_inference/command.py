@@ -187,11 +187,12 @@ def _lines(path: Path | None) -> list[str]:
     if path is None:
         return []
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        text = path.read_text(encoding="utf-8-sig").removesuffix("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--prompt-file: {path} cannot be read: {error}") from error
-    if not lines:
+    if not text:
         raise ConfigError(f"--prompt-file: {path} is empty; write one prompt a line")
+    lines = text.split("\n")  # and no other ends of lines, such as form feeds, which prompts may have
     if "" in lines:
         raise ConfigError(f"--prompt-file: {path}:{lines.index('') + 1}: the line is empty; a prompt has some text")
     return lines

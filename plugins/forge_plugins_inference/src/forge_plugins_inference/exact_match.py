@@ -41,6 +41,12 @@ class ExactMatch(Evaluation):
                     f"{config.path}: question {number} has {len(prompt)} tokens, and {config.max_new_tokens} new ones "
                     f"(max_new_tokens) are more than train.seq_len, {seq_len}"
                 )
+        for number, one in enumerate(self._questions, start=1):
+            if config.stop and config.stop in one.answer.strip():
+                raise ConfigError(
+                    f"{config.path}: question {number} has the answer {one.answer!r}, and answers end before "
+                    f"stop = {config.stop!r}, so that none equals it; set stop"
+                )
 
     def run(self, context: EvaluationContext) -> Mapping[str, float]:
         if context.looks_ahead():
@@ -74,7 +80,7 @@ def read_questions(file: Path) -> list[Question]:
         ConfigError: it is not there or empty, or a line is no object with texts as ``prompt`` and ``answer``.
     """
     try:
-        lines = file.read_text(encoding="utf-8").splitlines()
+        lines = file.read_text(encoding="utf-8-sig").split("\n")  # texts may have other ends of lines, such as U+2028
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{file}: cannot be read as questions: {error}") from error
     questions = [_question(file, number, line) for number, line in enumerate(lines, start=1) if line.strip()]
