@@ -311,6 +311,13 @@ def test_a_data_set_without_enough_text_is_refused(tmp_path, open_hub, texts, se
         open_hub("parquet", data_files=str(tmp_path / "a.parquet"))
 
 
+def test_what_is_wrong_with_a_file_is_told(tmp_path, open_hub):
+    (tmp_path / "a.csv").write_text('text\n"no end\n')
+
+    with pytest.raises(ConfigError, match=r"'csv' cannot be loaded: ParserError: .*EOF inside string"):
+        open_hub("csv", data_files=str(tmp_path / "a.csv"))
+
+
 def test_a_name_of_the_hub_without_a_network_says_how_to_bring_the_data(open_hub, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)

@@ -143,6 +143,15 @@ def test_what_cannot_be_streamed_is_refused(tmp_path, open_streams):
         next(open_streams(tmp_path / "corpus", seq_len=4000).open(1, None))
 
 
+@pytest.mark.parametrize("kind", ["json", "csv"])
+def test_a_file_that_is_cut_short_is_told_where_it_is_read(tmp_path, open_streams, kind):
+    lines = [json.dumps({"text": text}) if kind == "json" else f'"{text}"' for text in ("text", *TEXTS)]
+    (tmp_path / "a").write_text("\n".join(lines)[:-3])
+
+    with pytest.raises(ConfigError, match=r"a file of stream 0 is damaged at row \d+ or later \(from 0\): \w+: "):
+        epoch_of(open_streams(kind, data_files=str(tmp_path / "a")), 0)
+
+
 def test_the_fingerprint_is_that_of_the_data_set(tmp_path, open_streams):
     datasets.Dataset.from_dict({"text": TEXTS}).save_to_disk(str(tmp_path / "corpus"))
     one = open_streams(tmp_path / "corpus").fingerprint

@@ -195,7 +195,8 @@ def _load(datasets: Any, config: DatasetConfig, folder: Path, *, streaming: bool
     except ValueError as error:
         raise ConfigError(f"{config.words} cannot be loaded: {_first_line(error)} (keys subset, data_files)") from error
     except Exception as error:
-        raise ConfigError(f"{config.words} cannot be loaded: {type(error).__name__}: {_first_line(error)}") from error
+        cause = error.__cause__ if isinstance(error.__cause__, Exception) else error  # datasets says there was an error
+        raise ConfigError(f"{config.words} cannot be loaded: {type(cause).__name__}: {_first_line(cause)}") from error
 
 
 def what_is_missing(config: DatasetConfig) -> Iterable[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -55,6 +56,16 @@ def epochs(
         place = beginning(place.epoch + 1)
 
 
+def _next(rows: Iterator[Mapping[str, Any]], stream: int, row: int) -> Mapping[str, Any] | None:
+    try:
+        return next(rows, None)
+    except (ValueError, EOFError, zlib.error) as error:  # as pyarrow, pandas and gzip say it
+        said = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise ConfigError(
+            f"data: a file of stream {stream} is damaged at row {row} or later (from 0): {said}"
+        ) from error
+
+
 class StreamedRows:
     """The rows of several streams of a data set.
 
@@ -70,7 +81,11 @@ class StreamedRows:
 
     def blocks(self, stream: int, start: Place) -> Iterator[tuple[Place, list[tuple[int, Mapping[str, Any]]]]]:
         """The blocks of an epoch, from the one that begins at ``start`` on: where each begins, and its rows in their
-        order, each with its number in the stream's files."""
+        order, each with its number in the stream's files.
+
+        Raises:
+            ConfigError: a file is damaged.
+        """
         dataset, part, parts = self._part(stream)
         if start.reading is not None:
             dataset.load_state_dict(dict(start.reading))
@@ -78,7 +93,7 @@ class StreamedRows:
         while True:
             found: list[tuple[int, Mapping[str, Any]]] = []
             row = start.row
-            while len(found) < self._block_size and (one := next(rows, None)) is not None:
+            while len(found) < self._block_size and (one := _next(rows, stream, row)) is not None:
                 if row % parts == part:
                     found.append((row, one))
                 row += 1
