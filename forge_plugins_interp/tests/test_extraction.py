@@ -407,6 +407,7 @@ def test_bad_input_is_a_sentence_and_nothing_is_written(run, tmp_path, capsys, o
         ("stimulus_id,text\na,x\na,y\n", "stimulus_id 'a' is there more than once"),
         ("stimulus_id,text\na,x\nb,\n", "row 2 has no 'text'"),
         ("id,text\na,x\n", "row 1 has no 'stimulus_id'; it has id, text"),
+        ("stimulus_id,text\na,x\nb,x, y\n", 'line 3 has more fields than the header; quote texts with commas: "a, b"'),
         ("stimulus_id,text\n", "it has no stimulus"),
         (f"stimulus_id,text\na,{'x' * 80}\n", "row 1 has 80 tokens, and the model takes 64"),
     ],

@@ -161,6 +161,7 @@ def test_bad_input_of_forge_probe_is_a_sentence(store, capsys, options, message)
         ("stimulus_id,token,label\na,-1,x\n", "line 2: token must be a number from 0, got '-1'"),
         ("stimulus_id,token,label\na,0,x\na,0,y\n", "stimulus_id 'a' has a label at token 0 more than once"),
         ("stimulus_id,token,label\na,0,\n", "line 2 has no label"),
+        ("stimulus_id,token,label\na,0,x,y\n", "cannot be read: line 2 has more fields than the header"),
         ("stimulus_id,token,label\nb,1,x\n", "token 1 lies beyond the 1 of b"),
     ],
 )

@@ -13,7 +13,7 @@ import click
 
 from forge_core.commands.json_output import json_option, print_json
 from forge_core.errors import ConfigError, nearest_hint
-from forge_plugins_interp.tidy_table import look_at_out, save_results
+from forge_plugins_interp.tidy_table import look_at_out, read_csv, save_results
 
 if TYPE_CHECKING:
     from forge_plugins_interp.probes.probe import Labelled
@@ -227,8 +227,7 @@ def _table(path: Path) -> list[dict[str, str]]:
             with path.open("rb") as raw, np.load(raw, allow_pickle=False) as file:
                 columns = {name: file[name].astype(str).tolist() for name in file.files}
             return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
-        with path.open(newline="", encoding="utf-8-sig") as file:
-            return list(csv.DictReader(file))
+        return read_csv(path)
     except (OSError, ValueError, csv.Error, BadZipFile) as error:
         raise ConfigError(f"--labels {path}: cannot be read: {error}") from error
 

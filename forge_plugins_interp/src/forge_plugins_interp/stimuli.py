@@ -14,6 +14,7 @@ import numpy as np
 from forge_core.contracts.loss import IGNORED
 from forge_core.contracts.tokenizer import Tokenizer
 from forge_core.errors import ConfigError, and_more, nearest_hint
+from forge_plugins_interp.tidy_table import read_csv
 
 
 class Stimuli:
@@ -91,9 +92,9 @@ def _rows(path: Path) -> Sequence[Mapping[str, Any]]:
     if path.suffix not in (".csv", ".jsonl"):
         raise ConfigError(f"--stimuli {path}: must end with .csv or .jsonl")
     try:
+        if path.suffix == ".csv":
+            return read_csv(path)
         with path.open(newline="", encoding="utf-8-sig") as file:
-            if path.suffix == ".csv":
-                return list(csv.DictReader(file))
             return [_object(path, number, line) for number, line in enumerate(file, 1) if line.strip()]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise ConfigError(f"--stimuli {path}: cannot be read: {error}") from error

@@ -80,6 +80,25 @@ def writing(out: Path) -> Iterator[None]:
         raise ConfigError(f"--out: cannot write {error.filename or out}: {error.strerror}") from error
 
 
+def read_csv(path: Path) -> list[dict[str, str]]:
+    """The rows of a table with a header.
+
+    Raises:
+        OSError: it cannot be read.
+        UnicodeDecodeError: it is not UTF-8.
+        csv.Error: it is damaged, or a row has more fields than the header.
+    """
+    with path.open(newline="", encoding="utf-8-sig") as file:
+        lines, rows = csv.DictReader(file), []
+        for row in lines:
+            if None in row:
+                raise csv.Error(
+                    f'line {lines.line_num} has more fields than the header; quote texts with commas: "a, b"'
+                )
+            rows.append(row)
+        return rows
+
+
 def write_csv(path: Path, rows: Sequence[Row]) -> None:
     """Write rows that have the same columns. A value that is not known is an empty field."""
     with path.open("w", newline="", encoding="utf-8") as file:

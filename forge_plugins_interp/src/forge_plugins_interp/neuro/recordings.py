@@ -16,6 +16,7 @@ import torch
 
 from forge_core.errors import ConfigError, nearest_hint
 from forge_plugins_interp.alignment import refuse_repeated
+from forge_plugins_interp.tidy_table import read_csv
 
 
 @attrs.frozen(eq=False)
@@ -163,8 +164,7 @@ def _mat_texts(values: np.ndarray) -> np.ndarray:
 
 
 def _csv(path: Path) -> dict[str, Any]:
-    with path.open(newline="", encoding="utf-8-sig") as file:
-        rows = list(csv.DictReader(file))
+    rows = read_csv(path)
     if not rows:
         raise ConfigError(f"{path}: it has no rows")
     if "stimulus_id" not in rows[0]:
