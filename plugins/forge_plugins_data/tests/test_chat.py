@@ -449,6 +449,7 @@ def test_a_completion_may_end_in_a_space_that_has_no_token(tmp_path, open_comple
     [
         ({"prompt": "x"}, r"line 1 has no 'completion'; its keys are prompt \(choose with the key completion_field\)"),
         ({"prompt": 3, "completion": "x"}, r"line 1: 'prompt' must be text, it is 3"),
+        ({"prompt": "a", "completion": "\ud800"}, r"line 1 is not valid UTF-8 .*\)\. Convert or exclude it\.$"),
         ({"prompt": "x" * 99, "completion": "y"}, r"line 1 has 101 tokens, .*raise train.seq_len, or set too_long"),
     ],
 )

@@ -129,7 +129,7 @@ class Encoder:
             ConfigError: placeholders and images differ in number; there is nothing to learn; the token of the
                 placeholder comes from something else in the text; it is not UTF-8.
         """
-        text = str(valid_text(written.text, "strict", where))
+        text = str(valid_text(written.text, None, where))
         found = text.count(self._placeholder)
         if found != len(images):
             raise ConfigError(f"{where} has {found} placeholders {self._placeholder!r} and {len(images)} images")

@@ -146,7 +146,7 @@ def tokens_and_learned(text: Answered, tokenizer: Tokenizer) -> tuple[np.ndarray
     Raises:
         ConfigError: it is not UTF-8, or has nothing to learn.
     """
-    content = valid_text(text.text, "strict", text.where)
+    content = valid_text(text.text, None, text.where)
     ids, ends = tokenizer.encode_with_ends(content)  # type: ignore[attr-defined]  # looked for before
     learned = learned_tokens(ends, text.answers)
     if text.is_ended:

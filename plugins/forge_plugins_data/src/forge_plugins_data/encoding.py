@@ -15,17 +15,17 @@ def reads_bytes(tokenizer: Tokenizer) -> bool:
 
 
 def encode_document(
-    tokenizer: Tokenizer, content: bytes | str | None, errors: EncodingErrors, where: object
+    tokenizer: Tokenizer, content: bytes | str | None, errors: EncodingErrors | None, where: object
 ) -> np.ndarray | None:
     """Ids of a document ``(N,)`` int64, nothing added; ``None`` if it is to be skipped.
 
     Args:
         content: the bytes of a file, or text from a format that has decoded it already; ``None`` is skipped.
-        errors: what becomes of content that is not valid UTF-8.
+        errors: what becomes of content that is not valid UTF-8; ``None`` refuses it where there is no such key.
         where: names the document in a message.
 
     Raises:
-        ConfigError: the content is not valid UTF-8 and ``errors`` is ``"strict"``.
+        ConfigError: the content is not valid UTF-8 and ``errors`` is ``"strict"`` or ``None``.
     """
     if isinstance(content, bytes) and reads_bytes(tokenizer):
         ids: np.ndarray = tokenizer.encode_bytes(content)  # type: ignore[attr-defined]  # just looked for
@@ -34,7 +34,7 @@ def encode_document(
     return None if text is None else tokenizer.encode(text)
 
 
-def valid_text(content: bytes | str | None, errors: EncodingErrors, where: object) -> str | None:
+def valid_text(content: bytes | str | None, errors: EncodingErrors | None, where: object) -> str | None:
     """Text that can be written as UTF-8. Strings may need it too: JSON can spell half of a surrogate pair."""
     if content is None:
         return None
@@ -49,7 +49,9 @@ def valid_text(content: bytes | str | None, errors: EncodingErrors, where: objec
         if errors == "replace":
             raw = content if isinstance(content, bytes) else content.encode("utf-8", "surrogatepass")
             return raw.decode("utf-8", "replace")
-        raise ConfigError(
-            f"{where} is not valid UTF-8 ({error}). Convert or exclude it, or choose what to do with such text: "
-            'encoding_errors "replace" (puts U+FFFD) or "skip" (leaves the document out).'
-        ) from error
+        choice = (
+            ', or choose what to do with such text: encoding_errors "replace" (puts U+FFFD) or "skip" (leaves the '
+            "document out)"
+        )
+        advice = f"Convert or exclude it{choice * (errors is not None)}."
+        raise ConfigError(f"{where} is not valid UTF-8 ({error}). {advice}") from error

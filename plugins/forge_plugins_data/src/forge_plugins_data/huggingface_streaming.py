@@ -121,7 +121,7 @@ class HuggingFaceStreams:
                 if start.block == place.block and number < place.document:
                     continue
                 document = self._document(found, stream, row)
-                ids = encode_document(self.tokenizer, document.content, "strict", document.where)
+                ids = encode_document(self.tokenizer, document.content, None, document.where)
                 if ids is None or not len(ids):
                     continue
                 if here == attrs.evolve(place, token=0):
