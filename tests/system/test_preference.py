@@ -152,6 +152,17 @@ def test_a_reference_that_cannot_be_written_is_refused_before_it_is_measured(beg
     assert "taken' cannot be written: it is a folder" in capsys.readouterr().err
 
 
+def test_a_reference_is_written_over_no_other_file(begun, capsys):
+    pairs = begun.folder / "mine.jsonl"
+    pairs.write_text("mine")
+    job = begun.folder / "mine.toml"
+    job.write_text((begun.folder / "dpo.toml").read_text().replace("reference.npz", pairs.name))
+
+    assert main(["eval", str(begun.path()), "--evaluation", "preference_reference", "--job", str(job)]) == 2
+    assert "mine.jsonl' is a file that is no reference; name a new one, or remove it" in capsys.readouterr().err
+    assert pairs.read_text() == "mine"
+
+
 def test_a_reference_of_other_weights_ends_the_run_at_its_first_step(begun, reference, capsys):
     reference()
     arguments = ["run", str(begun.folder / "dpo.toml"), CHECKED, "eval.interval=0", "train.steps=3"]

@@ -93,7 +93,7 @@ def recorded_checkpoint(path: str) -> Mapping[str, Any]:
 def refuse_unwritable(path: Path) -> None:
     """
     Raises:
-        ConfigError: no file can be written there.
+        ConfigError: no file can be written there, or one is there that is no reference.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -104,6 +104,13 @@ def refuse_unwritable(path: Path) -> None:
         problem = str(error.strerror)
     if problem:
         raise ConfigError(f"data.reference = {str(path)!r} cannot be written: {problem}")
+    if path.exists():
+        try:
+            ReferenceFile.read(str(path))
+        except ConfigError as error:
+            raise ConfigError(
+                f"data.reference = {str(path)!r} is a file that is no reference; name a new one, or remove it"
+            ) from error
 
 
 def write_reference(
