@@ -41,6 +41,8 @@ def driver(*, utilization=50, milliwatts=650_500, degrees=61, used=3 * 2**29, cl
     }
     stack.enter_context(mock.patch.multiple(pynvml, **functions))
     stack.enter_context(mock.patch.object(torch.cuda, "is_available", return_value=True))
+    # optimizers ask it once there is a GPU; torch for CUDA then asks the driver, of which there is none
+    stack.enter_context(mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=False))
     stack.enter_context(mock.patch.object(torch.cuda, "get_device_properties", return_value=SimpleNamespace(uuid="u")))
     return stack
 
