@@ -214,7 +214,7 @@ def summary(job: Job, world_size: int | None) -> str:
         degrees = resolve_degrees(job.parallel, world_size)
         batch = train.batch_size * (train.grad_accumulation or 1) * degrees["dp_replicate"] * degrees["dp_shard"]
         size = f"{batch} × {train.seq_len} tokens on {world_size} rank{'s' * (world_size > 1)}"
-    return f"{chosen}; {train.steps} steps of {size}"
+    return f"{chosen}; {train.steps} step{'s' * (train.steps > 1)} of {size}"
 
 
 def _written(path: KeyPath, job: Job) -> KeyPath:

@@ -43,7 +43,8 @@ def announce(prepared: RunSetup, model: BuiltModel, attempt: str) -> None:
     mesh = ", ".join(f"{axis} {degree}" for axis, degree in axes.items()) or "one process"
     prepared.console.line(
         f"{job.run.name}: {_start_words(prepared)}; {model.n_parameters:,} parameters, {job.train.precision} on "
-        f"{prepared.device.type}, {mesh}; {job.train.steps} steps; files in {prepared.directory.path}"
+        f"{prepared.device.type}, {mesh}; {job.train.steps} step{'s' * (job.train.steps > 1)}; files in "
+        f"{prepared.directory.path}"
     )
     for line in notes(job, prepared.catalog):
         prepared.console.line(f"note: {line}")
@@ -101,11 +102,9 @@ def describe(prepared: RunSetup, model: BuiltModel) -> None:
         prepared.events.call("dry_run", say=say, passes=passes)
     else:
         say("no pass is applied")
-    samples = f"samples of {prepared.job.train.seq_len} tokens"
-    if isinstance(prepared.source, PositionedSource):
-        say(f"data {samples}, without end")
-    else:
-        say(f"data {len(prepared.source):,} {samples} an epoch")
+    source, samples = prepared.source, f"samples of {prepared.job.train.seq_len} tokens"
+    size = f"{samples}, without end" if isinstance(source, PositionedSource) else f"{len(source):,} {samples} an epoch"
+    say(f"data {size}")
     say("dry run: stopped before the first step; nothing was written")
 
 
@@ -151,7 +150,7 @@ class EndReport:
         """Such as ``done: 400 steps in 3 min 12 s; eval/loss 2.31; forge generate runs/demo``."""
         prepared = self.prepared
         here = step - prepared.start.step
-        how_many = f"{step} steps" if here == step else f"{step} steps, the last {here}"
+        how_many = f"{step} step{'s' * (step > 1)}" if here == step else f"{step} steps, the last {here}"
         directory = str(prepared.directory.path)
         can_sample = prepared.source.tokenizer is not None and "generate" in prepared.catalog.commands
         where = f"forge generate {shlex.quote(directory)}" if can_sample else f"files in {directory}"

@@ -38,6 +38,7 @@ def test_validate_says_in_a_line_what_would_be_trained(forge):
         "10 steps of 8 × 128 tokens per microbatch and data-parallel rank; passes: none\n"
     )
     assert "10 steps of 32 × 128 tokens on 4 ranks; passes: fsdp" in forge(validate, "job.toml", "--world-size", "4")
+    assert "; 1 step of 8 × 128 tokens" in forge(validate, "job.toml", "train.steps=1")
 
 
 def test_validate_notes_deprecated_components(forge):

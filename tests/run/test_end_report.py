@@ -44,3 +44,4 @@ def test_what_cannot_be_sampled_from_says_where_its_files_are():
     prepared.catalog.commands.clear()  # its package is not installed
 
     assert report.line(4).split("; ")[2] == "files in runs/a run"
+    assert [report.line(number).partition(" in ")[0] for number in (1, 2)] == ["done: 1 step", "done: 2 steps"]
