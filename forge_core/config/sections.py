@@ -66,10 +66,11 @@ class RunSection:
     checkpoint, to compile."""
     step_timeout: float = attrs.field(default=600.0, validator=gt(0))
     """The same from then on. A rank that makes the others wait longer is given up, and the run ends with exit code 5;
-    so is, with several ranks, one that gets no further for so long by itself: through a step, a batch of an evaluation,
-    a callback."""
+    so is one that gets no further for so long by itself, through a step, a batch of an evaluation, a callback: with
+    several ranks, or with ``supervisor``."""
     supervisor: Annotated[ComponentRef | None, Slot("supervisor")] = None
-    """Names a rank that is lost, in a run on several ranks; by default ``peers``, where that is installed."""
+    """Names a rank that is lost, in a run on several ranks; by default ``peers``, where that is installed. One process
+    alone, too, is ended where it hangs, if this is set."""
     trackers_timeout: float = attrs.field(default=60.0, validator=gt(0))
     """Seconds that the start waits for each tracker to be ready, a checkpoint for those with state to be done with
     their lines, and the end of the run for all of them."""

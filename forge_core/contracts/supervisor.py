@@ -50,7 +50,8 @@ class SupervisorFactory(Protocol):
     """The signature of the factory that a description names."""
 
     def __call__(self, config: Any, /, *, run: RunSection, run_directory: Path) -> Supervisor:
-        """Build it, on each rank of a run of several, which are in a process group and may talk to each other.
+        """Build it, on each rank of a run of several, which are in a process group and may talk to each other. A rank
+        that is alone has it, too, if its job names the supervisor.
 
         Args:
             run: has the time limits ``step_timeout`` and ``first_step_timeout``, in seconds.

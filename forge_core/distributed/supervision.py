@@ -23,9 +23,9 @@ def chosen_supervisor(catalog: Catalog, run: RunSection) -> ComponentRef | None:
 
 
 def build_supervisor(catalog: Catalog, run: RunSection, run_directory: Path) -> Supervisor:
-    """Build it on all ranks. For one rank alone, or where there is none, it is a ``Supervisor`` that does nothing."""
+    """Build it on all ranks. Where there is none, or a rank alone whose job names none, it does nothing."""
     use = chosen_supervisor(catalog, run)
-    if use is None or dist.get_world_size() == 1:
+    if use is None or (dist.get_world_size() == 1 and run.supervisor is None):
         return Supervisor()
     supervisor: Supervisor = ComponentBuilder(catalog)(use, run=run, run_directory=run_directory)
     return supervisor

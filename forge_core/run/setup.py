@@ -169,6 +169,7 @@ def prepare(begun: Begun) -> RunSetup:
     refuse_unfit_replications(callbacks, source)
     installed = installed_observers(catalog)
     observers = [(f"observer {use.qualified_name}", build(use, catalog=catalog)) for use in installed]
+    is_supervised = mesh.world_size > 1 or job.run.supervisor is not None
     named = zip(map(build.words_for, job.callbacks), (callback for _, callback in callbacks), strict=True)
     for line in mistaken_events(named):
         console.line(f"warning: {line}")
@@ -191,7 +192,7 @@ def prepare(begun: Begun) -> RunSetup:
         callbacks=callbacks,
         events=Events(
             [
-                *([("timeouts", Timeouts(job.run)), ("supervisor", peers)] if mesh.world_size > 1 else []),
+                *([("timeouts", Timeouts(job.run)), ("supervisor", peers)] if is_supervised else []),
                 ("console", console),
                 *(("progress bar", bar) for bar in console.progress()),
                 *observers,

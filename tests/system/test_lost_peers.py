@@ -567,3 +567,32 @@ def test_a_host_that_is_replaced_joins_again_and_there_are_never_two_worlds(tiny
     wait_until(lambda: is_further_than(alone_since + 60), 120, first, third)
 
     assert worlds() == [2, 1, 2]
+
+
+HANGS = '''
+import time
+
+from forge_core.api import component
+from forge_core.contracts.callback import Callback
+
+
+@component("callback")
+class Hangs(Callback):
+    """Hangs in step 3."""
+
+    def step_start(self, run, step):
+        if step == 3:
+            time.sleep(1000)
+'''
+
+
+def test_a_process_alone_that_hangs_is_ended_where_its_job_names_a_supervisor(tiny):
+    (tiny.folder / "hangs.py").write_text(HANGS)
+    plugin = [f'plugins.files=["{tiny.folder}/hangs.py"]', "callbacks=['hangs']"]
+
+    done = tiny.run(*plugin, "run.supervisor=peers", "run.step_timeout=2")
+
+    assert done.returncode == 5, done.stderr
+    assert re.search(r"error: rank 0 on \S+ has got no further for \d+ s in step 3, at hangs.py:14, in ", done.stderr)
+    assert "lost another rank" not in done.stderr
+    assert "hangs.py" in (tiny.path() / "stacks" / "rank_0.txt").read_text()

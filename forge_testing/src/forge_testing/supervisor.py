@@ -12,12 +12,15 @@ from forge_testing.several_ranks import on_ranks
 
 
 class SupervisorConformance(ComponentCase):
-    """Subclass it and name the component; pytest runs every check below on it, on two real ranks."""
+    """Subclass it and name the component; pytest runs every check below on it, on real ranks."""
 
     kind = "supervisor"
 
     def test_is_built_beaten_and_closed_on_two_ranks(self) -> None:
         assert on_ranks(type(self), "go", 2) == ["", ""]
+
+    def test_is_built_beaten_and_closed_on_one_rank_whose_job_names_it(self) -> None:
+        assert on_ranks(type(self), "go", 1) == [""]
 
     def test_an_error_of_this_rank_stays_what_it_is(self) -> None:
         for rank, problem in enumerate(on_ranks(type(self), "fail", 2)):

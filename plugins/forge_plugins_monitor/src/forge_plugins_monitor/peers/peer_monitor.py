@@ -62,6 +62,7 @@ class PeerMonitor(Supervisor):
     def __init__(self, config: PeersConfig, /, *, run: RunSection, run_directory: Path) -> None:
         self._run = run
         self._rank = dist.get_rank()
+        self._is_alone = dist.get_world_size() == 1
         self._who = f"rank {self._rank} on {socket.gethostname()}"
         self._steps = 0
         self._sentence = ""
@@ -154,7 +155,7 @@ class PeerMonitor(Supervisor):
             return End(self._leaving_since, self._sentence, leave_after=_LEAVING)
         quiet = math.inf if self._own.has_given_up else 0.0  # it is being found out
         overdue_since = timeout.beaten + timeout.seconds
-        if (verdict := heartbeat.verdict) is not None:
+        if (verdict := heartbeat.verdict) is not None and not self._is_alone:
             if verdict.ranks and self._rank not in verdict.ranks and not self._is_let_go:
                 self._is_let_go = True
                 timeout.allow(self._own.step, _LEAVING)  # it only waits: its stacks say nothing
