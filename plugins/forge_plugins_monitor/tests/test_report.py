@@ -253,6 +253,16 @@ def test_what_is_no_run_is_refused(report, make_run, tmp_path, name, why):
     assert not (tmp_path / "report.html").exists()
 
 
+def test_errors_with_passwords_or_file_names_that_are_no_utf8_are_written(report, make_run):
+    error = "OSError: no a\udcff.txt at https://me:hidden@host/x"
+    run = make_run("a", [{"step": 1, "loss": 2.0}], [{"event": "failed", "step": 1, "error": error}])
+
+    _, page = report(run)
+
+    told = r"OSError: no a\udcff.txt at https://me:***@host/x"
+    assert [cell for cell in page.cells if "OSError" in cell] == [f"failed: {told}", told]
+
+
 def test_a_page_that_cannot_be_written_is_a_sentence(make_run, tmp_path, capfd):
     out = tmp_path / "no" / "report.html"
 

@@ -33,17 +33,18 @@ def report(obj: Invocation, runs: tuple[Path, ...], out: Path) -> None:
     """
     found = find_runs(runs)
     catalog = obj.catalog()
-    text, problems = page(read_runs(found), catalog)
+    html, problems = page(read_runs(found), catalog)
+    text = html.encode(errors="backslashreplace")  # names of files need not be UTF-8
     _write(out, text)
     for problem in problems:
         click.echo(f"note: {problem}", err=True)
-    click.echo(f"wrote {out}: {len(found)} run{'s' * (len(found) > 1)}, {len(text.encode()) / 1e6:.2f} MB")
+    click.echo(f"wrote {out}: {len(found)} run{'s' * (len(found) > 1)}, {len(text) / 1e6:.2f} MB")
 
 
-def _write(out: Path, text: str) -> None:
+def _write(out: Path, text: bytes) -> None:
     beside = out.with_name(f".{out.name}.new")
     try:
-        beside.write_text(text, encoding="utf-8")
+        beside.write_bytes(text)
         beside.replace(out)
     except OSError as error:
         beside.unlink(missing_ok=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from forge_core.config.describe import without_passwords
 from forge_plugins_monitor.report.run_record import RunRecord
 from forge_plugins_monitor.report.section import ReportSection
 from forge_plugins_monitor.report.table import listing
@@ -75,7 +76,7 @@ def name_of(event: Mapping[str, Any]) -> str:
 def more(event: Mapping[str, Any]) -> str:
     """The facts of an event that say most about it, in a few words; empty where there are none."""
     facts = [f"to step {event['to_step']}"] if "to_step" in event else []
-    facts += [str(event[key]) for key in ("reason", "error") if event.get(key)]
+    facts += [without_passwords(str(event[key])) for key in ("reason", "error") if event.get(key)]
     if event.get("checkpoint"):
         facts.append(f"from {event['checkpoint']}")
     return ", ".join(facts)

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
+from forge_core.config.describe import without_passwords
 from forge_plugins_monitor.report.differences import flattened
 from forge_plugins_monitor.report.run_record import RunRecord, attempts
 from forge_plugins_monitor.report.section import ReportSection
@@ -56,7 +57,7 @@ def _state(events: Sequence[Mapping[str, Any]]) -> str:
     ended = told[-1]
     state = str(ended["event"])
     why = ended.get("error") or ended.get("reason")
-    return f"{state}: {why}" if why else state
+    return without_passwords(f"{state}: {why}") if why else state
 
 
 def _steps(run: RunRecord) -> str:
