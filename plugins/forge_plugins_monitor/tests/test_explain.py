@@ -212,6 +212,16 @@ def test_a_run_without_a_checkpoint_has_lost_everything(run):
     assert "There is no checkpoint, so that 812 steps are lost." in in_words(explain(run))
 
 
+def test_a_finished_run_whose_checkpoints_were_removed_has_lost_nothing(run):
+    (run / "checkpoints/step_00000800/manifest.json").unlink()
+    tell(run, STARTED, {"event": "completed", "step": 1000})
+
+    told = explain(run)
+
+    assert (told.state, told.lost_steps, told.next) == ("finished", 0, "forge report runs/x")
+    assert "lost" not in in_words(told)
+
+
 def test_a_run_that_goes_on_or_has_not_begun_says_so(run, capsys):
     tell(run, STARTED, age=0)
     assert main(["explain", str(run)]) == 0
@@ -275,5 +285,5 @@ def test_what_is_no_run_is_refused_with_the_nearest(run, capsys):
 
     assert capsys.readouterr().err.splitlines() == [
         "error: RUN: runs/xx is not a run's directory: there is no such directory; did you mean runs/x?",
-        "error: RUN: runs is not a run's directory: there is no job.toml in it",
+        "error: RUN: runs is not a run's directory: there is no job.toml in it that can be read",
     ]

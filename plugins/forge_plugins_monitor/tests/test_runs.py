@@ -14,6 +14,7 @@ import pytest
 
 from forge_core.cli import main
 from forge_core.distributed.process_identity import Process
+from forge_plugins_monitor.report.run_record import find_runs
 from forge_plugins_monitor.run_states import table
 
 HOUR_AGO = 3600
@@ -98,6 +99,39 @@ def test_every_state_of_a_run_is_told(folder, capsys):
 
 def lease_of(process: Process) -> dict:
     return {"machine": process.machine, "process": process.number, "started": process.started}
+
+
+def test_a_line_of_metrics_that_is_longer_than_the_tail_is_read(folder, capsys):
+    run = make_run(folder, "deep", step=7, events=[("started", 0)])
+    norms = {f"layer_norms/{layer}": 0.5 for layer in range(2000)}
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 9, "loss": 0.25, **norms}) + "\n")
+    error = {"event": "failed", "step": 9, "error": "x" * 40_000}
+    with (run / "events.jsonl").open("a") as file:
+        file.write(json.dumps(error) + "\n")
+
+    (row,) = rows(capsys)
+
+    assert (row["step"], row["loss"], row["state"]) == (9, 0.25, "failed")
+
+
+def test_runs_of_another_user_that_are_closed_are_left_out(folder, capsys, monkeypatch):
+    make_run(folder, "mine", step=7)
+    closed = make_run(folder, "theirs", step=7)
+    access, stat = os.access, Path.stat
+
+    def refuse(path: Path, **options):
+        if closed in path.absolute().parents:
+            raise PermissionError(13, "Permission denied", str(path))
+        return stat(path, **options)
+
+    monkeypatch.setattr(
+        os, "access", lambda path, mode: closed not in Path(path).absolute().parents and access(path, mode)
+    )
+    monkeypatch.setattr(Path, "stat", refuse)  # as the system does, though not to the superuser
+
+    assert [row["name"] for row in rows(capsys)] == ["mine"]
+    assert [path.name for path in find_runs([folder])] == ["mine"]
 
 
 def test_a_table_is_for_people(folder, capsys):

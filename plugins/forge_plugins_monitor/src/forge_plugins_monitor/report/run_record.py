@@ -14,6 +14,7 @@ from typing import Any
 import attrs
 
 from forge_core.errors import ConfigError
+from forge_plugins_monitor.run_states.progress import can_read
 
 _NUMBERS = (float, int, type(None))
 """A run writes null for a number that is not finite."""
@@ -83,7 +84,11 @@ def find_runs(paths: Sequence[Path]) -> list[Path]:
     for path in paths:
         runs = [path] if _is_run(path) else sorted(filter(_is_run, path.iterdir())) if path.is_dir() else []
         if not runs:
-            why = "there is no job.toml in it, nor in a folder of it" if path.is_dir() else _why_no_folder(path)
+            why = (
+                "there is no job.toml in it, nor in a folder of it, that can be read"
+                if path.is_dir()
+                else _why_no_folder(path)
+            )
             raise ConfigError(f"RUN: {path} is neither a run's directory nor a folder of runs: {why}")
         for run in runs:
             found.setdefault(run.resolve(), run)
@@ -111,7 +116,7 @@ def _why_no_folder(path: Path) -> str:
 
 
 def _is_run(path: Path) -> bool:
-    return (path / "job.toml").is_file()
+    return can_read(path / "job.toml")
 
 
 def _read(path: Path, index: int, label: str) -> RunRecord:

@@ -14,6 +14,7 @@ from forge_core.errors import ConfigError, nearest
 from forge_plugins_monitor.run_states.columns import columns_of, states
 from forge_plugins_monitor.run_states.explanation import Explanation, in_words
 from forge_plugins_monitor.run_states.explanation import explain as explained
+from forge_plugins_monitor.run_states.progress import can_read
 
 
 @click.command()
@@ -26,7 +27,7 @@ def explain(obj: Invocation, run: Path, as_json: bool) -> None:
     Nothing is written. A run that is running says so. Exit codes: 0 explained, 2 RUN is no run's directory.
     """
     columns = columns_of(obj.catalog())
-    if not any((run / name).is_file() for name in ("job.toml", "events.jsonl")) and not any(
+    if not any(can_read(run / name) for name in ("job.toml", "events.jsonl")) and not any(
         column.job_file(run) for column in columns
     ):
         raise ConfigError(f"RUN: {run} is not a run's directory: {_why_not(run)}")
@@ -40,7 +41,7 @@ def explain(obj: Invocation, run: Path, as_json: bool) -> None:
 
 def _why_not(run: Path) -> str:
     if run.is_dir():
-        return "there is no job.toml in it"
+        return "there is no job.toml in it that can be read"
     near = (
         nearest(run.name, (path.name for path in run.parent.glob("*") if path.is_dir()))
         if run.parent.is_dir()

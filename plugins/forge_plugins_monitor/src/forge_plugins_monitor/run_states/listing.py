@@ -20,7 +20,7 @@ from forge_plugins_monitor.origins import in_short
 from forge_plugins_monitor.run_states.column import RunColumn
 from forge_plugins_monitor.run_states.columns import cells_of, columns_of
 from forge_plugins_monitor.run_states.effective_time import EffectiveTime, effective_time, in_words
-from forge_plugins_monitor.run_states.progress import RunProgress, job_of, progress_of, tail
+from forge_plugins_monitor.run_states.progress import RunProgress, can_read, job_of, progress_of, tail
 from forge_plugins_monitor.run_states.table import print_table
 
 _LOOK_EVERY = 0.5
@@ -87,7 +87,7 @@ def _jobs_in(folder: Path, columns: Sequence[RunColumn]) -> dict[Path, Mapping[s
     """The jobs of the runs in a folder, or of the run whose directory it is, by directory."""
 
     def file_of(run: Path) -> Path | None:
-        if (run / "job.toml").is_file():
+        if can_read(run / "job.toml"):
             return run / "job.toml"
         return next((file for column in columns if (file := column.job_file(run)) is not None), None)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import isfinite
@@ -110,6 +111,8 @@ def _state(run: Path, events: Sequence[Mapping[str, Any]], age: float | None, *,
     if age is None:
         return "prepared"
     ended = events[-1]["event"] if events else ""
+    if ended == "completed":  # its checkpoints may be gone
+        return "finished"
     if ended in ("stopped", "preempted"):
         return "stopped"
     if ended == "failed":
@@ -139,7 +142,7 @@ def _best(run: Path, job: Mapping[str, Any]) -> float | None:
     section = section if isinstance(section, Mapping) else {}
     metric, is_lowest = section.get("best_metric", "eval/loss"), section.get("best_is", "lowest") == "lowest"
     metrics = run / "metrics.jsonl"
-    if not metrics.is_file():
+    if not can_read(metrics):
         return None
     with metrics.open("rb") as file:
         lines = [line for line in file if b'"eval/' in line]
@@ -171,9 +174,14 @@ def last_objects(path: Path) -> list[dict[str, Any]]:
     return [*_parsed(tail(path))]
 
 
+def can_read(path: Path) -> bool:
+    """Return whether it is a file that this user may read: runs of several people lie in one folder."""
+    return os.access(path, os.R_OK) and path.is_file()  # first, since `is_file` raises in a folder that is closed
+
+
 def objects(path: Path) -> list[dict[str, Any]]:
     """The JSON objects of all lines of a file; of one that is not there, none."""
-    return [*_parsed(path.read_text(encoding="utf-8", errors="replace").splitlines())] if path.is_file() else []
+    return [*_parsed(path.read_text(encoding="utf-8", errors="replace").splitlines())] if can_read(path) else []
 
 
 def _parsed(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
@@ -187,13 +195,18 @@ def _parsed(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
 
 
 def tail(path: Path, n_bytes: int = 16_384) -> list[str]:
-    """The last lines; a run of weeks has metrics of megabytes."""
+    """At least the last 20 lines; a run of weeks has metrics of megabytes, and one of many layers has long lines."""
     if not path.is_file():  # a pipe would be waited for
         return []
     try:
         with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - n_bytes))
-            return file.read().decode(errors="replace").splitlines()
+            size = path.stat().st_size
+            while True:
+                file.seek(max(0, size - n_bytes))
+                read = file.read()
+                if n_bytes >= size or read.count(b"\n") > 20:
+                    return read.decode(errors="replace").splitlines()
+                n_bytes *= 4
     except OSError:
         return []
 
