@@ -28,7 +28,8 @@ def test_a_preemption_with_time_to_save_is_fine():
     [
         ({"GraceTime": "30"}, "lower checkpoint.minutes"),
         ({"GraceTime": "300", "PreemptMode": "CANCEL"}, "submit it again"),
-        ({"GraceTime": "300", "PreemptMode": "SUSPEND,GANG"}, "PreemptMode=REQUEUE"),
+        ({"GraceTime": "300", "PreemptMode": "GANG,CANCEL"}, "submit it again"),
+        ({"GraceTime": "300", "PreemptMode": "GANG,SUSPEND"}, "PreemptMode=REQUEUE"),
     ],
 )
 def test_a_preemption_that_costs_something_is_a_warning(partition, advice):

@@ -47,9 +47,9 @@ def findings(config: Mapping[str, str], partitions: Sequence[Mapping[str, str]])
             continue
         grace = _seconds(partition.get("GraceTime", "0"))
         found = f"{name}: {mode}, {grace} s of grace, then {kill_wait} s until the kill"
-        if mode.startswith("CANCEL"):
+        if "CANCEL" in mode:  # Slurm writes GANG before it, where that is set
             advice = "a preempted job is cancelled, and Slurm may not take it back: submit it again, or elsewhere"
-        elif mode.startswith("SUSPEND"):
+        elif "SUSPEND" in mode:
             advice = "a run that stands still longer than run.step_timeout ends; ask for PreemptMode=REQUEUE"
         elif grace + kill_wait < DEFAULT_LEAD:
             advice = "if saving takes longer, what was done since the last checkpoint is lost; lower checkpoint.minutes"
