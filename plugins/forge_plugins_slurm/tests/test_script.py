@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from textwrap import dedent
 
+import attrs
 import pytest
 
 from forge_plugins_slurm.cluster import Cluster
@@ -43,6 +44,13 @@ def test_scripts_are_valid_shell_without_open_quotes(tmp_path, name):
     done = subprocess.run(["bash", "-n"], input=script, capture_output=True, text=True)
 
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(("is_array", "file"), [(False, "output.log"), (True, "%A_%a.log")])
+def test_slurm_fills_in_nothing_in_the_folder_of_the_log(tmp_path, is_array, file):
+    one = attrs.evolve(submission(tmp_path / "50%a", SCRIPTS["plain"]), is_array=is_array)
+
+    assert f"#SBATCH --output={tmp_path}/50%%a/slurm/{file}\n" in batch_script(one)
 
 
 @pytest.mark.parametrize("name", [name for name in SCRIPTS if name != "spared"])

@@ -233,6 +233,20 @@ def test_a_run_that_has_a_job_in_the_queue_is_not_submitted_again(forge, sbatch,
     assert forge("submit", "--time", "30", "train.steps=7")[0] == 0
 
 
+def test_nothing_is_written_over_a_job_that_may_wait_while_the_queue_cannot_be_asked(
+    forge, sbatch, slurm_job, tmp_path
+):
+    assert forge("submit", "--time", "30")[0] == 0
+    before = (slurm_job.path("tiny") / "slurm/job.toml").read_text()
+    (tmp_path / "bin/squeue").write_text("#!/bin/sh\nexit 1\n")
+
+    code, _, error = forge("submit", "--time", "30", "train.steps=7")
+
+    assert code == 1
+    assert "squeue does not answer, so that it is not known whether job 12 of" in error
+    assert (slurm_job.path("tiny") / "slurm/job.toml").read_text() == before
+
+
 def test_submitting_and_looking_import_no_torch(slurm_job):
     program = (
         "import sys; from forge_core.cli import main\n"

@@ -43,6 +43,11 @@ class Submission:
         """What all starts of the job print, one after the other; ``%A`` and ``%a`` are the array's id and the task."""
         return self.folder / ("%A_%a.log" if self.is_array else "output.log")
 
+    @property
+    def log_pattern(self) -> str:
+        """The same for ``sbatch``, which fills in more than these: a ``%`` of a folder is written twice."""
+        return f"{self.folder}/".replace("%", "%%") + self.log.name
+
 
 def batch_script(submission: Submission) -> str:
     """The text of the script."""
@@ -217,7 +222,7 @@ def _header(submission: Submission) -> Iterator[str]:
         "job-name": submission.name,
         "array": f"0-{len(submission.runs) - 1}" if submission.is_array else None,
         "chdir": submission.working_directory,
-        "output": str(submission.log) if submission.is_array else str(submission.log).replace("%", "%%"),
+        "output": submission.log_pattern,
         "partition": cluster.partition,
         "account": cluster.account,
         "qos": cluster.qos,

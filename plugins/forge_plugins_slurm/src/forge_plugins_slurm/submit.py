@@ -151,7 +151,7 @@ def _recorded(submission: Submission, job: str, task: int) -> SubmittedRun:
     task_id = f"{job}_{task}" if submission.is_array else job
     log = str(submission.log)
     if submission.is_array:
-        log = log.replace("%A", job).replace("%a", str(task))
+        log = str(submission.folder / f"{task_id}.log")
     record_job(submission.runs[task], JobRecord(job_id=task_id, submitted=clock.time(), log=log))
     return SubmittedRun(path=submission.runs[task], job_id=task_id, log=log)
 
@@ -218,11 +218,18 @@ def _refuse_if_queued(runs: Sequence[Path]) -> None:
 
     Raises:
         ConfigError: a job of one of these runs waits or runs.
+        ForgeError: Slurm does not say whether.
     """
     last = {run: job for run in runs if (job := last_job(run)) is not None}
-    queued = queued_jobs([job.job_id for job in last.values()]) or {}
+    queued = queued_jobs([job.job_id for job in last.values()])
+    if queued is None and shutil.which("squeue") is not None:
+        run, job = next(iter(last.items()))
+        raise ForgeError(
+            f"squeue does not answer, so that it is not known whether job {job.job_id} of {run} still waits or runs; "
+            "try again later"
+        )
     for run, job in last.items():
-        if job.job_id in queued:
+        if queued and job.job_id in queued:
             raise ConfigError(
                 f"{run} has job {job.job_id} already, which is {queued[job.job_id].state.lower()}; "
                 f"scancel {job.job_id}, or choose another run.name"
