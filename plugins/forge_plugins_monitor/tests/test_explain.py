@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -238,6 +240,27 @@ def test_a_run_that_goes_on_or_has_not_begun_says_so(run, capsys):
         "runs/new has never started.",
         "next, to start it: forge run runs/new/job.toml",
     ]
+
+
+def test_the_command_for_a_directory_with_odd_letters_is_one_that_a_shell_takes(run):
+    tell(run, STARTED, failed("LostPeerError: x", 5))
+    (run / "environment.json").unlink()
+    odd = run.rename("runs/it's $HOME")
+
+    assert shlex.split(explain(odd).next) == ["forge", "run", "runs/it's $HOME/job.toml"]
+    tell(odd, STARTED, {"event": "completed", "step": 1000})
+    assert shlex.split(explain(odd).next) == ["forge", "report", "runs/it's $HOME"]
+    tell(odd, STARTED, age=0)
+    assert shlex.split(explain(odd).next) == ["forge", "runs", "-f", "runs/it's $HOME"]
+
+
+def test_a_copy_of_a_run_is_continued_and_not_the_run_that_it_was_copied_from(run):
+    (run / "job.toml").write_text(f'{JOB}[run]\nname = "x"\n')
+    tell(run, STARTED, failed("LostPeerError: x", 5))
+    copy = shutil.copytree(run, "runs/y")
+
+    assert explain(run).next == "forge run c.toml --nproc 4"
+    assert explain(Path(copy)).next == f"forge run c.toml --nproc 4 run.dir={Path('runs').resolve()} run.name=y"
 
 
 def test_ranks_of_another_launcher_are_not_forgotten(run):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import attrs
@@ -189,17 +190,17 @@ def _killer(run: Path) -> str:
 
 def _next(run: Path, progress: RunProgress, end: Mapping[str, Any], job: Mapping[str, Any]) -> tuple[str, str]:
     """The command, and what it does."""
-    command = _command(run)
+    command = _command(run, job)
     train, optimizer = (job[name] if isinstance(job.get(name), Mapping) else {} for name in ("train", "optimizer"))
     error = str(end.get("error", ""))
     if progress.state in ("running", "queued"):
-        return f"forge runs -f {run}", "to see its lines as they come"
+        return f"forge runs -f {quote(str(run))}", "to see its lines as they come"
     if progress.state == "finished":
-        return f"forge report {run}", "for its curves"
+        return f"forge report {quote(str(run))}", "for its curves"
     if end.get("event") != "failed":
         return command, "to go on from there" if progress.checkpoint else "to start it"
     if error.startswith("LeaseLostError"):
-        return f"forge runs -f {run}", "to see what the other start does"
+        return f"forge runs -f {quote(str(run))}", "to see what the other start does"
     if error.startswith("SaveError"):
         return command, "when there is room on the disk"
     if end.get("exit_code") == 4 and isinstance(optimizer.get("lr"), float):
@@ -216,12 +217,16 @@ def _next(run: Path, progress: RunProgress, end: Mapping[str, Any], job: Mapping
     return command, "to go on from there" if progress.checkpoint else "to start it again"
 
 
-def _command(run: Path) -> str:
-    """What was typed; a job of its own does without the file that was named."""
+def _command(run: Path, job: Mapping[str, Any]) -> str:
+    """What was typed; a job of its own does without the file that was named. A directory that has another name since
+    would be left as it is by that alone."""
     command = _environment(run).get("command")
-    if isinstance(command, str) and command.startswith("forge run "):
-        return command
-    return f"forge run {run / 'job.toml'}"
+    if not (isinstance(command, str) and command.startswith("forge run ")):
+        command = f"forge run {quote(str(run / 'job.toml'))}"
+    own, section = run.resolve(), job.get("run")
+    if isinstance(section, Mapping) and section.get("name", own.name) != own.name:
+        return f"{command} {quote(f'run.dir={own.parent}')} {quote(f'run.name={own.name}')}"
+    return command
 
 
 def _environment(run: Path) -> Mapping[str, Any]:
