@@ -58,6 +58,14 @@ def test_a_place_that_cannot_be_is_refused(complaint, settings, said):
     assert said in complaint(*[f"checkpoint.{setting}" for setting in settings])
 
 
+def test_a_name_that_fsspec_takes_for_a_pattern_is_refused_where_fsspec_removes(load, complaint):
+    for letter in "*?[":
+        said = complaint("checkpoint.mirror=memory://x", f"run.name=exp{letter}1")
+        assert f"checkpoint.mirror: 'memory://x/exp{letter}1' has '{letter}' in it" in said
+
+    assert load("checkpoint.mirror=/far", "run.name=exp[1]").run.name == "exp[1]"
+
+
 def test_a_mirror_without_fsspec_is_refused_with_what_to_install(complaint, monkeypatch):
     monkeypatch.setitem(sys.modules, "fsspec.registry", None)
 

@@ -12,6 +12,15 @@ from forge_core.config.sections import Job
 from forge_core.contracts.component_ref import ComponentRef
 from forge_plugins_mirror.mirror_url import mirror_problem, path_of, url_of_run
 
+_PATTERN = {"*", "?", "["}
+
+
+def _no_pattern(place: str, letter: str) -> str:
+    return (
+        f"{place!r} has {letter!r} in it, which fsspec takes for a pattern: no checkpoint could be removed there; "
+        "choose another run.name or url"
+    )
+
 
 @attrs.frozen(kw_only=True)
 class FsspecMirrorConfig:
@@ -27,6 +36,8 @@ class FsspecMirrorConfig:
             yield "url", problem
         elif path_of(self.url) == job.run.dir.expanduser().absolute():
             yield "url", f"{self.url!r} is run.dir, where the checkpoints are already; name another place"
+        elif path_of(self.url) is None and (letters := _PATTERN & {*url_of_run(self.url, str(job.run.name))}):
+            yield "url", _no_pattern(url_of_run(self.url, str(job.run.name)), min(letters))
 
     def within(self, name: str) -> FsspecMirrorConfig:
         """The same place, one folder further down."""
