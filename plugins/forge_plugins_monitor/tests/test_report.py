@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import random
 import re
 from html.parser import HTMLParser
@@ -263,13 +264,30 @@ def test_errors_with_passwords_or_file_names_that_are_no_utf8_are_written(report
     assert [cell for cell in page.cells if "OSError" in cell] == [f"failed: {told}", told]
 
 
-def test_a_page_that_cannot_be_written_is_a_sentence(make_run, tmp_path, capfd):
-    out = tmp_path / "no" / "report.html"
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [("no/page.html", "No such file or directory"), ("file/page.html", "Not a directory"), ("", "Is a directory")],
+)
+def test_a_page_that_cannot_be_written_is_a_sentence(make_run, tmp_path, capfd, name, why):
+    (tmp_path / "file").touch()
+    out = tmp_path / name
 
     code = main(["report", str(make_run("a")), "--out", str(out)])
 
     assert code == 2
-    assert f"--out: cannot write {out}: No such file or directory" in capfd.readouterr().err
+    assert f"--out: cannot write {out}: {why}" in capfd.readouterr().err
+
+
+def test_a_page_goes_into_a_pipe_and_leaves_it_there(make_run, tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    end = os.open(pipe, os.O_RDWR | os.O_NONBLOCK)
+
+    assert main(["report", str(make_run("a")), "--out", str(pipe)]) == 0
+
+    assert os.read(end, 1 << 16).startswith(b"<!doctype html>")
+    os.close(end)
+    assert pipe.is_fifo()
 
 
 def test_thinning_keeps_the_ends_and_every_extreme():

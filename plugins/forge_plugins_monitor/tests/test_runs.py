@@ -134,6 +134,14 @@ def test_runs_of_another_user_that_are_closed_are_left_out(folder, capsys, monke
     assert [path.name for path in find_runs([folder])] == ["mine"]
 
 
+def test_a_run_is_told_by_name_in_its_own_directory(folder, capsys, monkeypatch):
+    monkeypatch.chdir(make_run(folder, "demo", step=7))
+
+    assert main(["runs", "."]) == 0
+
+    assert "demo" in capsys.readouterr().out
+
+
 def test_a_table_is_for_people(folder, capsys):
     make_run(folder, "demo", step=7, saved=5)
 

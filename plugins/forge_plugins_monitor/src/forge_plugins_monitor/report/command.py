@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 import click
@@ -42,10 +43,14 @@ def report(obj: Invocation, runs: tuple[Path, ...], out: Path) -> None:
 
 
 def _write(out: Path, text: bytes) -> None:
-    beside = out.with_name(f".{out.name}.new")
+    beside = out.parent / f".{out.name}.new"
     try:
-        beside.write_bytes(text)
-        beside.replace(out)
+        if out.exists() and not out.is_file():  # /dev/stdout stays what it is
+            out.write_bytes(text)
+        else:
+            beside.write_bytes(text)
+            beside.replace(out)
     except OSError as error:
-        beside.unlink(missing_ok=True)
+        with suppress(OSError):
+            beside.unlink()
         raise ConfigError(f"--out: cannot write {out}: {error.strerror}") from error

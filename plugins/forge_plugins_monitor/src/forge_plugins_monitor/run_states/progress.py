@@ -62,7 +62,7 @@ def progress_of(run: Path, job: Mapping[str, Any], known: str | None = None) -> 
     state = known or _state(run, events, age, is_complete=steps is not None and checkpoint == steps)
     killed = killed_by(run) if state == "failed" else None
     return RunProgress(
-        name=run.name,
+        name=run.absolute().name,  # "." has none
         path=run,
         state=state,
         step=_last_step(events, logged, checkpoint),
