@@ -12,7 +12,7 @@ import pytest
 import fork_server
 from forge_core.cli import main
 from forge_plugins_studies.gpus import gpus_for, visible_gpus
-from forge_plugins_studies.processes import Task, run_tasks, state_of
+from forge_plugins_studies.processes import Task, _last_line, run_tasks, state_of
 from forge_plugins_studies.results import _mean_and_spread, last_values
 from forge_testing.json_output import json_of
 
@@ -234,6 +234,16 @@ def test_the_last_line_is_that_of_this_attempt(tmp_path):
     assert ended.code == 2
     assert "no-such-command" in ended.output
     assert task.log.read_text().startswith("done: 10 steps\n")
+
+
+def test_the_error_of_a_run_is_told_though_another_start_of_it_prints_more(tmp_path):
+    log = tmp_path / "a.log"
+    log.write_text("error: of an earlier attempt\nstep 1\n")
+    start = log.stat().st_size
+    with log.open("a") as file:
+        file.write("error: another process is training there\nsaved step_00000003\n")
+
+    assert _last_line(log, start) == "error: another process is training there"
 
 
 def test_a_seed_without_a_loss_has_no_part_in_a_mean():

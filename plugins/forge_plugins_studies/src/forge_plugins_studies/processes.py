@@ -41,7 +41,7 @@ class Ended:
     """Its exit code; negative, the signal that has killed it."""
     seconds: float
     output: str
-    """The last line that it has printed."""
+    """The last error that it has printed, or else its last line."""
 
 
 class StopRequests:
@@ -127,7 +127,8 @@ def _last_line(log: Path, start: int) -> str:
     with log.open("rb") as file:
         file.seek(start)
         lines = file.read().decode(errors="replace").strip().splitlines()
-    return lines[-1] if lines else "it said nothing"
+    errors = [line for line in lines if line.startswith("error: ")]  # another start of the run may write there, too
+    return (errors or lines or ["it said nothing"])[-1]
 
 
 def _start(task: Task, variables: Mapping[str, str]) -> subprocess.Popen[bytes]:
