@@ -246,7 +246,9 @@ def _mixtral_windows(hf: Mapping[str, Any]) -> list[int]:
 
 
 def _read_mixtral(hf: Mapping[str, Any], table: Table) -> None:
-    read_softmax_router({key: value for key, value in hf.items() if key != "norm_topk_prob"}, table)
+    # in a file as any, norm_topk_prob would count
+    named = ("num_experts_per_tok", "router_aux_loss_coef", "num_hidden_layers")
+    read_softmax_router({key: hf[key] for key in named}, table)
 
 
 def _write_mixtral(config: TransformerConfig, table: Table) -> None:

@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,13 @@ SHAPE = {
     "eos_token_id": 1,
 }
 LINEAR = {"factor": 4.0, "rope_theta": 500.0}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "original_max_position_embeddings": 16,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+}
 GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 5}
 OLD = {key: value for key, value in SHAPE.items() if key != "num_key_value_heads"}
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
@@ -52,8 +60,14 @@ MODELS = {
         hidden_act="gelu",
         rope_parameters={"rope_type": "linear", **LINEAR},
     ),
-    "mistral": lambda: transformers.MistralConfig(**SHAPE, sliding_window=5, head_dim=16),
-    "qwen2": lambda: transformers.Qwen2Config(**SHAPE, tie_word_embeddings=True),
+    "mistral": lambda: transformers.MistralConfig(
+        **SHAPE, sliding_window=5, head_dim=16, rope_parameters={**LLAMA3, "rope_theta": 500.0}
+    ),
+    "qwen2": lambda: transformers.Qwen2Config(
+        **SHAPE,
+        tie_word_embeddings=True,
+        rope_parameters={"rope_type": "yarn", **LINEAR, "original_max_position_embeddings": 16},
+    ),
     "qwen2 with windows": lambda: transformers.Qwen2Config(
         **SHAPE, use_sliding_window=True, sliding_window=5, max_window_layers=1
     ),
@@ -201,6 +215,20 @@ def test_a_model_goes_there_and_back_and_computes_the_same(kind, tmp_path, capfd
     assert all(torch.equal(one, back.state_dict()[name]) for name, one in model.state_dict().items())
     assert transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path / "back")("w5 w7")["input_ids"] == [5, 7]
     assert json.loads((tmp_path / "back" / "tokenizer_config.json").read_text())["chat_template"] == "{{ messages }}"
+
+    again = ["convert", str(tmp_path / "back"), "--to", "forge", "--config-only", "--out", str(tmp_path / "again")]
+    assert main(again) == 0
+    first, second = (tomllib.loads((tmp_path / one / "train.toml").read_text()) for one in ("ours", "again"))
+    for table in (first, second):
+        table["model"].pop("head_dim", None)  # may be left out
+    assert rounded(second["model"]) == rounded(first["model"])
+
+
+def rounded(value):
+    """A number, or numbers in tables, without its last digits."""
+    if isinstance(value, dict):
+        return {key: rounded(one) for key, one in value.items()}
+    return round(value, 9) if isinstance(value, float) else value
 
 
 def made_for_images(folder, *, named="as saved", tied=True):
@@ -445,6 +473,20 @@ def test_a_tokenizer_in_another_format_is_refused_and_the_command_that_is_named_
         ),
         ("gpt2", {"scale_attn_weights": False}, "GPT2LMHeadModel with scale_attn_weights = false is not supported"),
         ("mixtral", {"attention_bias": True}, "MixtralForCausalLM with attention_bias = true is not supported"),
+        ("mixtral", {"attn_logit_softcapping": 5.0}, "not supported by our model of this architecture: attn_logit"),
+        ("qwen3", {"is_causal": False}, "not supported by our model of this architecture: is_causal = false"),
+        (
+            "mistral",
+            {"rope_scaling": {**LLAMA3, "factor": 4.0}},
+            "rope_parameters has factor = 8.0, and 4.0 is beside it",
+        ),
+        ("mistral", {"rope_scaling": {"type": "linear"}}, "rope_parameters has rope_type = 'llama3', and 'linear' is"),
+        ("mistral", {"rope_scaling": LLAMA3, "rope_theta": 9.0}, "rope_parameters has rope_theta = 500.0, and 9.0 is"),
+        (
+            "gemma3",
+            {"rope_parameters": {"full_attention": LLAMA3}},
+            "Gemma3ForCausalLM with rope_scaling is not supported; rope_type of default and linear are",
+        ),
         ("qwen3", {"num_attention_heads": 3}, "model.n_kv_heads: must divide n_heads = 3, got 2"),
     ],
 )

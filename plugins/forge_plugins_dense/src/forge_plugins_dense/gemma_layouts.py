@@ -7,6 +7,7 @@ from collections import ChainMap
 from collections.abc import Mapping
 from typing import Any, ClassVar, cast
 
+from forge_core.errors import ConfigError
 from forge_plugins_dense.config import TransformerConfig
 from forge_plugins_dense.decoder_layout import DecoderLayout, Table
 from forge_plugins_dense.huggingface import activation_to_hf, mlp_from_hf, rope_from_hf
@@ -151,17 +152,13 @@ class Gemma3Layout(GemmaLayout):
         windows = windows_from_hf(hf, lambda number: (number + 1) % pattern != 0)
         rope = hf.get("rope_parameters") or {}
         if not rope.keys() & {"full_attention", "sliding_attention"}:  # as transformers 4 writes it
-            everywhere = rope_from_hf(hf, self.architectures[0])
+            everywhere = self._rope(hf)
             local: Table = {"rope_theta": hf["rope_local_base_freq"], "rope_factor": 1.0}
         else:
-            hf.get("rope_scaling")  # the same once more
-            everywhere, local = (
-                rope_from_hf(
-                    ChainMap({"rope_parameters": {"rope_theta": hf[base]} | (rope.get(kind) or {})}, cast("Table", hf)),
-                    self.architectures[0],
-                )
-                for kind, base in (("full_attention", "rope_theta"), ("sliding_attention", "rope_local_base_freq"))
-            )
+            full: Table = {"rope_theta": hf["rope_theta"]} | (rope.get("full_attention") or {})
+            near: Table = {"rope_theta": hf["rope_local_base_freq"]} | (rope.get("sliding_attention") or {})
+            everywhere = self._rope(ChainMap({"rope_parameters": full}, cast("Table", hf)))
+            local = self._rope({"rope_parameters": near})
         each = [
             {
                 "window": window,
@@ -172,6 +169,14 @@ class Gemma3Layout(GemmaLayout):
         ]
         usual, layers = tables_of_layers(each)
         return super()._beyond_llama(hf) | {"qk_norm": True, **usual, "layers": layers}
+
+    def _rope(self, hf: Mapping[str, Any]) -> Table:
+        table = rope_from_hf(hf, self.architectures[0])
+        if others := table.keys() - {"rope_theta", "rope_factor"}:
+            raise ConfigError(
+                f"{self.architectures[0]} with {min(others)} is not supported; rope_type of default and linear are"
+            )
+        return table
 
     def read(self, hf: Mapping[str, Any]) -> Table:
         # the keys of rotary positions are read for each kind of layer

@@ -10,7 +10,7 @@ from forge_core.errors import ConfigError
 from forge_plugins_dense.activation_config import as_activation
 from forge_plugins_dense.config import TransformerConfig
 from forge_plugins_dense.decoder_layout import DecoderLayout, Fused, Table, rows
-from forge_plugins_dense.huggingface import ACTIVATIONS, activation_to_hf, rope_from_hf, rope_to_hf
+from forge_plugins_dense.huggingface import ACTIVATIONS, activation_to_hf, rope_from_hf, rope_table, rope_to_hf
 
 if TYPE_CHECKING:
     import torch
@@ -116,8 +116,7 @@ class GPTNeoXLayout(DecoderLayout):
         hf.get("classifier_dropout")
         if not hf.get("attention_bias", True):
             raise ConfigError(f"{name} with attention_bias = false is not supported; only true is")
-        rope = {"partial_rotary_factor": hf["rotary_pct"], "rope_theta": hf["rotary_emb_base"]}
-        given = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+        rope = {"partial_rotary_factor": hf["rotary_pct"], "rope_theta": hf["rotary_emb_base"], **rope_table(hf)}
         return {
             "name": "transformer",
             "dim": hf["hidden_size"],
@@ -132,7 +131,9 @@ class GPTNeoXLayout(DecoderLayout):
             "tie_embeddings": hf.get("tie_word_embeddings", False),
             "init_std": hf.get("initializer_range", 0.02),
             "feed_forward": _two_matrices(hf, "hidden_act") | {"hidden_dim": hf["intermediate_size"]},
-        } | rope_from_hf(ChainMap({"rope_parameters": {**rope, **given}}, cast("Table", hf)), name, partial=True)
+        } | rope_from_hf(
+            ChainMap({"rope_parameters": rope}, cast("Table", hf)), name, partial=True
+        )
 
     def write(self, config: TransformerConfig, vocab_size: int) -> Table:
         rope = rope_to_hf(config)

@@ -212,15 +212,14 @@ def rope_from_hf(hf: Mapping[str, Any], architecture: str, *, partial: bool = Fa
     Raises:
         ConfigError: they are of a kind that the transformer has not.
     """
-    # transformers 5 writes rope_parameters; earlier ones rope_theta, and rope_scaling where there is any.
-    rope = dict(hf.get("rope_parameters") or hf.get("rope_scaling") or {})
+    rope = rope_table(hf)
     table: dict[str, Any] = {"rope_theta": float(rope.get("rope_theta", hf.get("rope_theta", 10_000.0)))}
     fraction = rope.get("partial_rotary_factor", hf.get("partial_rotary_factor", 1.0) if partial else 1.0)
     if fraction != 1 and not partial:
         raise ConfigError(f"{architecture} with partial_rotary_factor = {fraction} is not supported; only 1.0 is")
     if fraction != 1:
         table["rotary_fraction"] = float(fraction)
-    kind = rope.get("rope_type", rope.get("type", "default"))
+    kind = rope_kind(rope)
     if kind == "llama3":
         table["rope_scaling"] = {
             "factor": float(rope["factor"]),
@@ -238,6 +237,32 @@ def rope_from_hf(hf: Mapping[str, Any], architecture: str, *, partial: bool = Fa
         kinds = '"default", "linear", "llama3", "longrope" and "yarn"'
         raise ConfigError(f'{architecture} with rope_type = "{kind}" is not supported; {kinds} are')
     return table
+
+
+def rope_table(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """``rope_parameters``, which transformers 5 writes, or ``rope_scaling`` of earlier ones, which have ``rope_theta``
+    beside it. A file for both has both.
+
+    Raises:
+        ConfigError: they do not say the same.
+    """
+    new, old = dict(hf.get("rope_parameters") or {}), dict(hf.get("rope_scaling") or {})
+    if new and old:
+        both = {**{key: hf[key] for key in ("rope_theta",) if key in hf}, **old, "rope_type": rope_kind(old)}
+        both.pop("type", None)
+        for key, value in both.items():
+            other = rope_kind(new) if key == "rope_type" else new.get(key, value)
+            if value != other:
+                raise ConfigError(
+                    f"rope_parameters has {key} = {other!r}, and {value!r} is beside it, as files of rope_scaling have "
+                    "it; take one of the two tables out"
+                )
+    return new or old
+
+
+def rope_kind(rope: Mapping[str, Any]) -> str:
+    """How frequencies are stretched, by either of the keys for it."""
+    return str(rope.get("rope_type", rope.get("type", "default")))
 
 
 def _refuse_windows(hf: Mapping[str, Any], architecture: str) -> None:

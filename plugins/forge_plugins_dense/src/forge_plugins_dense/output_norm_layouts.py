@@ -9,6 +9,7 @@ from typing import Any, ClassVar, cast
 from forge_core.errors import ConfigError
 from forge_plugins_dense.config import TransformerConfig
 from forge_plugins_dense.decoder_layout import DecoderLayout, Table
+from forge_plugins_dense.huggingface import rope_kind
 from forge_plugins_dense.huggingface_layers import tables_of_layers, windows_from_hf, windows_to_hf
 from forge_plugins_dense.weight_layouts import RelativeLayout
 
@@ -92,9 +93,9 @@ class Olmo3Layout(Olmo2Layout):
                     f"Olmo3ForCausalLM with rope_parameters of {kind!r} is not supported; {' and '.join(known)} are"
                 )
         full, local = ({"rope_theta": hf["rope_theta"], **(kinds.get(kind) or {})} for kind in known)
-        if local.get("rope_type", "default") != "default":
+        if rope_kind(local) != "default":
             raise ConfigError(
-                f'Olmo3ForCausalLM with rope_type = "{local["rope_type"]}" of sliding_attention is not supported; '
+                f'Olmo3ForCausalLM with rope_type = "{rope_kind(local)}" of sliding_attention is not supported; '
                 'only "default" is'
             )
         return full, local

@@ -17,7 +17,14 @@ from forge_plugins_dense.decoder_layout import (
     Table,
     rows,
 )
-from forge_plugins_dense.huggingface import activation_to_hf, mlp_from_hf, rope_from_hf, rope_to_hf
+from forge_plugins_dense.huggingface import (
+    activation_to_hf,
+    mlp_from_hf,
+    rope_from_hf,
+    rope_kind,
+    rope_table,
+    rope_to_hf,
+)
 from forge_plugins_dense.huggingface_layers import (
     tables_of_layers,
     tables_of_windows,
@@ -290,9 +297,10 @@ class Phi3Layout(RelativeLayout):
         for key, supported in (("full_attn_mod", 1), ("interpolate_factor", 1), ("lm_head_bias", False)):
             if hf[key] != supported:
                 raise ConfigError(f"Phi3ForCausalLM with {key} = {hf[key]!r} is not supported; only {supported!r} is")
-        rope = dict(hf.get("rope_parameters") or hf.get("rope_scaling") or {})
-        if rope.get("rope_type", rope.get("type")) in ("su", "yarn"):  # as early files call it
-            hf = ChainMap({"rope_parameters": rope | {"rope_type": "longrope"}}, cast("dict[str, Any]", hf))
+        rope = rope_table(hf)
+        if rope_kind(rope) in ("su", "yarn"):  # as early files call it
+            named = {"rope_parameters": rope | {"rope_type": "longrope"}, "rope_scaling": None}
+            hf = ChainMap(named, cast("dict[str, Any]", hf))
         window = hf["sliding_window"] or 0
         return super().read(hf) | {"window": window if window < hf["max_position_embeddings"] else 0}
 

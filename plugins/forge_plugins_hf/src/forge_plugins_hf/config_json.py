@@ -124,4 +124,6 @@ def _unread(config: ReadKeys, within: str = "") -> Iterator[str]:
 
 
 def _says_something(config: Mapping[str, Any], key: str) -> bool:
+    if key == "is_causal":  # alone, for its value is as a rule true
+        return config[key] is False
     return config[key] not in (None, False, 0, 0.0, {}, [])
