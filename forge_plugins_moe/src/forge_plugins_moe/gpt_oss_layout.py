@@ -15,7 +15,7 @@ from forge_plugins_dense.config import TransformerConfig
 from forge_plugins_dense.decoder_layout import Table
 from forge_plugins_dense.feed_forward_config import MLPConfig
 from forge_plugins_dense.huggingface import check_complete
-from forge_plugins_dense.huggingface_layers import tables_of_windows, windows_from_hf, windows_to_hf
+from forge_plugins_dense.huggingface_layers import named_windows_to_hf, tables_of_windows, windows_from_hf
 from forge_plugins_dense.weight_layouts import RelativeLayout
 from forge_plugins_hf.weight_layout import ReadPart, Recipe
 from forge_plugins_moe.config import MoEConfig
@@ -90,7 +90,7 @@ class GptOssLayout(RelativeLayout):
         return table
 
     def write(self, config: TransformerConfig, vocab_size: int) -> Table:
-        return super().write(config, vocab_size) | windows_to_hf(config)
+        return super().write(config, vocab_size) | named_windows_to_hf(config)
 
     def config_json(self, config: TransformerConfig, vocab_size: int) -> Table:
         moe = config.feed_forward.config

@@ -83,7 +83,7 @@ def config_from_hf(hf: Mapping[str, Any]) -> Table:
     """
     architecture = _named(hf)
     hf = ChainMap(cast("dict[str, Any]", hf), dict(architecture.defaults))  # which looks up what is asked for alone
-    for key, supported in {"hidden_act": "silu", **architecture.supported}.items():
+    for key, supported in {"hidden_act": "silu", "mlp_bias": False, **architecture.supported}.items():
         if hf.get(key, supported) != supported:
             raise ConfigError(f"{architecture.name} with {key} = {hf[key]!r} is not supported; only {supported!r} is")
     windows = architecture.windows and architecture.windows(hf)
@@ -179,6 +179,8 @@ def _problems(config: TransformerConfig, architecture: Architecture) -> Iterator
         yield "the activation must be silu, with a gate"
     if moe.bias or getattr(moe.router.config, "gate_bias", False):
         yield f"there must be no {'bias' if moe.bias else 'gate_bias'}"
+    if mlp_of(config).bias:
+        yield "dense layers must have no bias"
     if moe.capacity_factor is not None:
         yield "there must be no capacity_factor"
 

@@ -31,7 +31,7 @@ DEFAULTS = {
     "first_k_dense_replace": 0,
     "n_shared_experts": 2,
 }
-SUPPORTED = {"moe_layer_freq": 1, "scoring_func": "softmax", "norm_topk_prob": False, "mlp_bias": False}
+SUPPORTED = {"moe_layer_freq": 1, "scoring_func": "softmax", "norm_topk_prob": False}
 _METHODS = ("greedy", "group_limited_greedy")
 
 

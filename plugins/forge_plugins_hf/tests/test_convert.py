@@ -37,6 +37,7 @@ SHAPE = {
     "eos_token_id": 1,
 }
 LINEAR = {"factor": 4.0, "rope_theta": 500.0}
+YARN = {"rope_type": "yarn", **LINEAR, "original_max_position_embeddings": 16}
 LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -66,7 +67,7 @@ MODELS = {
     "qwen2": lambda: transformers.Qwen2Config(
         **SHAPE,
         tie_word_embeddings=True,
-        rope_parameters={"rope_type": "yarn", **LINEAR, "original_max_position_embeddings": 16},
+        rope_parameters=YARN,
     ),
     "qwen2 with windows": lambda: transformers.Qwen2Config(
         **SHAPE, use_sliding_window=True, sliding_window=5, max_window_layers=1
@@ -95,7 +96,12 @@ MODELS = {
     "stablelm": lambda: transformers.StableLmConfig(**SHAPE, use_qkv_bias=True),
     "smollm3": lambda: transformers.SmolLM3Config(**SHAPE, no_rope_layer_interval=2, pad_token_id=0),
     "granite": lambda: transformers.GraniteConfig(
-        **SHAPE, embedding_multiplier=3.0, logits_scaling=4.0, residual_multiplier=0.5, attention_multiplier=0.2
+        **SHAPE,
+        embedding_multiplier=3.0,
+        logits_scaling=4.0,
+        residual_multiplier=0.5,
+        attention_multiplier=0.2,
+        rope_parameters=YARN,
     ),
     "phi3": lambda: transformers.Phi3Config(
         **SHAPE, sliding_window=5, partial_rotary_factor=0.5, pad_token_id=0, original_max_position_embeddings=64
@@ -113,7 +119,7 @@ MODELS = {
         },
     ),
     "gemma2": lambda: transformers.Gemma2Config(
-        **SHAPE, **GEMMA, attn_logit_softcapping=2.0, final_logit_softcapping=3.0
+        **SHAPE, **GEMMA, attn_logit_softcapping=2.0, final_logit_softcapping=3.0, rope_parameters=YARN
     ),
     "gemma3": lambda: transformers.Gemma3TextConfig(
         **{**SHAPE, "num_hidden_layers": 3},
@@ -211,7 +217,8 @@ def test_a_model_goes_there_and_back_and_computes_the_same(kind, tmp_path, capfd
 
     source = str(tmp_path / "ours" / "checkpoint")
     assert main(["convert", source, "--to", "huggingface", "--out", str(tmp_path / "back")]) == 0
-    back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back")
+    back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back").eval()
+    torch.testing.assert_close(logits(back), logits(model), atol=1e-5, rtol=1e-5)
     assert all(torch.equal(one, back.state_dict()[name]) for name, one in model.state_dict().items())
     assert transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path / "back")("w5 w7")["input_ids"] == [5, 7]
     assert json.loads((tmp_path / "back" / "tokenizer_config.json").read_text())["chat_template"] == "{{ messages }}"
@@ -254,6 +261,22 @@ def made_for_images(folder, *, named="as saved", tied=True):
 
 
 LEFT_OUT = ("vision_tower.*", "multi_modal_projector.*")
+
+
+@pytest.mark.parametrize("kind", ["gemma2", "gemma3", "gpt_oss", "ministral", "olmo3"])
+def test_a_model_without_windows_is_written_so_that_transformers_takes_it(kind, tmp_path, monkeypatch):
+    given = MODELS[kind]().to_dict()
+    full = {"layer_types": ["full_attention"] * given["num_hidden_layers"]}
+    monkeypatch.setitem(MODELS, kind, lambda: type(config).from_dict(given | full))
+    config = transformers.AutoConfig.for_model(given["model_type"])
+    model, name = made(kind, tmp_path / "hf"), str(tmp_path / "ours")
+    there = ["--to", "huggingface", "--architecture", type(model).__name__, "--out", str(tmp_path / "back")]
+
+    assert main(["convert", str(tmp_path / "hf"), "--to", "forge", "--out", name]) == 0
+    assert main(["convert", f"{name}/checkpoint", *there]) == 0
+
+    back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back").eval()
+    torch.testing.assert_close(logits(back), logits(model), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -482,6 +505,12 @@ def test_a_tokenizer_in_another_format_is_refused_and_the_command_that_is_named_
         ),
         ("mistral", {"rope_scaling": {"type": "linear"}}, "rope_parameters has rope_type = 'llama3', and 'linear' is"),
         ("mistral", {"rope_scaling": LLAMA3, "rope_theta": 9.0}, "rope_parameters has rope_theta = 500.0, and 9.0 is"),
+        ("glm4_moe", {"mlp_bias": True}, "Glm4MoeForCausalLM with mlp_bias = True is not supported; only False is"),
+        (
+            "glm4_moe",
+            {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "partial_rotary_factor": 0.5}},
+            "Glm4MoeForCausalLM with yarn and partial_rotary_factor = 0.5 has another attention than ours, unless",
+        ),
         (
             "gemma3",
             {"rope_parameters": {"full_attention": LLAMA3}},

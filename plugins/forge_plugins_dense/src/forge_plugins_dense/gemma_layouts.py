@@ -7,11 +7,18 @@ from collections import ChainMap
 from collections.abc import Mapping
 from typing import Any, ClassVar, cast
 
+import attrs
+
 from forge_core.errors import ConfigError
 from forge_plugins_dense.config import TransformerConfig
 from forge_plugins_dense.decoder_layout import DecoderLayout, Table
 from forge_plugins_dense.huggingface import activation_to_hf, mlp_from_hf, rope_from_hf
-from forge_plugins_dense.huggingface_layers import tables_of_layers, tables_of_windows, windows_from_hf, windows_to_hf
+from forge_plugins_dense.huggingface_layers import (
+    named_windows_to_hf,
+    tables_of_layers,
+    tables_of_windows,
+    windows_from_hf,
+)
 from forge_plugins_dense.weight_layouts import RelativeLayout
 from forge_plugins_hf.config_json import part_of
 
@@ -82,8 +89,9 @@ class GemmaLayout(RelativeLayout):
     def write(self, config: TransformerConfig, vocab_size: int) -> Table:
         activation = activation_to_hf(config.feed_forward.config)
         scalar = config.head_size / config.attention_multiplier**2
-        return super().write(config, vocab_size) | {
-            **windows_to_hf(config),
+        plain = attrs.evolve(config, attention_multiplier=1.0)  # which would be in the factor of yarn, too
+        return super().write(plain, vocab_size) | {
+            **named_windows_to_hf(config),
             "hidden_activation": activation,
             "hidden_act": activation,
             "query_pre_attn_scalar": round(scalar) if math.isclose(scalar, round(scalar)) else scalar,

@@ -131,9 +131,7 @@ class GPTNeoXLayout(DecoderLayout):
             "tie_embeddings": hf.get("tie_word_embeddings", False),
             "init_std": hf.get("initializer_range", 0.02),
             "feed_forward": _two_matrices(hf, "hidden_act") | {"hidden_dim": hf["intermediate_size"]},
-        } | rope_from_hf(
-            ChainMap({"rope_parameters": rope}, cast("Table", hf)), name, partial=True
-        )
+        } | rope_from_hf(ChainMap({"rope_parameters": rope}, cast("Table", hf)), name, partial=True)
 
     def write(self, config: TransformerConfig, vocab_size: int) -> Table:
         rope = rope_to_hf(config)

@@ -229,6 +229,7 @@ def rope_from_hf(hf: Mapping[str, Any], architecture: str, *, partial: bool = Fa
         }
     elif kind == "yarn":
         table["yarn"] = _yarn_from_hf(rope, hf)
+        _refuse_scaled_part(float(fraction), table["yarn"]["logit_scale"], architecture)
     elif kind == "longrope":
         table["long_rope"] = _long_rope_from_hf(rope, hf)
     elif kind == "linear":
@@ -293,6 +294,19 @@ def _yarn_from_hf(rope: Mapping[str, Any], hf: Mapping[str, Any]) -> dict[str, A
         **({} if rope.get("truncate", True) else {"truncate": False}),
         "logit_scale": attention_factor**2,
     }
+
+
+def _refuse_scaled_part(fraction: float, logit_scale: float, where: str) -> None:
+    """There, the features that are not rotated are not multiplied.
+
+    Raises:
+        ConfigError: there are such features, and a factor.
+    """
+    if 0 < fraction < 1 and not math.isclose(logit_scale, 1.0):
+        raise ConfigError(
+            f"{where} with yarn and partial_rotary_factor = {fraction} has another attention than ours, unless "
+            "attention_factor = 1"
+        )
 
 
 def _long_rope_from_hf(rope: Mapping[str, Any], hf: Mapping[str, Any]) -> dict[str, Any]:
@@ -366,6 +380,9 @@ def rope_to_hf(config: TransformerConfig) -> dict[str, Any]:
     if config.rope_factor != 1:
         rope = {"rope_type": "linear", "factor": config.rope_factor}
     if config.yarn is not None:
+        for layer in (config.layer(number) for number in range(config.n_layers)):
+            sharper = config.logit_scale(layer) / config.attention_multiplier
+            _refuse_scaled_part(layer.rotary_fraction, sharper, "the Hugging Face form")
         rope = {
             "rope_type": "yarn",
             "factor": config.yarn.factor,

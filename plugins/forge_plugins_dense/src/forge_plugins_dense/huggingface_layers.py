@@ -95,6 +95,17 @@ def windows_to_hf(config: TransformerConfig) -> Table:
     return {"layer_types": kinds, "sliding_window": sizes[0] if sizes else None}
 
 
+def named_windows_to_hf(config: TransformerConfig) -> Table:
+    """Same as ``windows_to_hf``, of a family whose code in transformers wants a ``sliding_window`` where no layer has
+    one, too.
+
+    Raises:
+        ConfigError: as ``windows_to_hf``.
+    """
+    table = windows_to_hf(config)
+    return table | {"sliding_window": table["sliding_window"] or config.max_seq_len}
+
+
 def used_windows_to_hf(config: TransformerConfig) -> Table:
     """The reverse of ``used_windows_from_hf``.
 

@@ -10,7 +10,12 @@ from forge_core.errors import ConfigError
 from forge_plugins_dense.config import TransformerConfig
 from forge_plugins_dense.decoder_layout import DecoderLayout, Table
 from forge_plugins_dense.huggingface import rope_kind
-from forge_plugins_dense.huggingface_layers import tables_of_layers, windows_from_hf, windows_to_hf
+from forge_plugins_dense.huggingface_layers import (
+    named_windows_to_hf,
+    tables_of_layers,
+    windows_from_hf,
+    windows_to_hf,
+)
 from forge_plugins_dense.weight_layouts import RelativeLayout
 
 
@@ -80,7 +85,7 @@ class Olmo3Layout(Olmo2Layout):
             "full_attention": table["rope_parameters"] | {"rope_theta": full},
             "sliding_attention": {"rope_type": "default", "rope_theta": local},
         }
-        return table | {**windows_to_hf(config), "rope_parameters": kinds, "rope_theta": full}
+        return table | {**named_windows_to_hf(config), "rope_parameters": kinds, "rope_theta": full}
 
     def _rope_of_kinds(self, hf: Mapping[str, Any]) -> tuple[Table, Table]:
         """``rope_parameters`` of layers without a window and of those with one."""

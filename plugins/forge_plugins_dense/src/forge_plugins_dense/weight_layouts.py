@@ -26,12 +26,12 @@ from forge_plugins_dense.huggingface import (
     rope_to_hf,
 )
 from forge_plugins_dense.huggingface_layers import (
+    named_windows_to_hf,
     tables_of_layers,
     tables_of_windows,
     used_windows_from_hf,
     used_windows_to_hf,
     windows_from_hf,
-    windows_to_hf,
 )
 from forge_plugins_dense.rope_config import LongRope
 from forge_plugins_hf.weight_layout import Recipe, WeightLayout
@@ -135,7 +135,7 @@ class MinistralLayout(RelativeLayout):
         return super().read(hf) | tables_of_windows(windows_from_hf(hf, lambda _: True))
 
     def write(self, config: TransformerConfig, vocab_size: int) -> Table:
-        return super().write(config, vocab_size) | windows_to_hf(config)
+        return super().write(config, vocab_size) | named_windows_to_hf(config)
 
 
 class ArceeLayout(RelativeLayout):
@@ -263,7 +263,8 @@ class GraniteLayout(RelativeLayout):
         }
 
     def write(self, config: TransformerConfig, vocab_size: int) -> Table:
-        return super().write(config, vocab_size) | {
+        plain = attrs.evolve(config, attention_multiplier=1.0)  # which would be in the factor of yarn, too
+        return super().write(plain, vocab_size) | {
             "embedding_multiplier": config.embed_multiplier,
             "residual_multiplier": config.residual_multiplier,
             "logits_scaling": 1.0 / config.output_multiplier,
