@@ -528,6 +528,7 @@ SIGMOID: dict[str, Any] = {"router": "sigmoid_topk", "shared_experts": 1}
         ({}, {"gated": False}, "activation must be silu, with a gate"),
         ({}, {"capacity_factor": 1.0}, "no capacity_factor"),
         ({}, {"bias": True}, "MixtralForCausalLM: there must be no bias"),
+        ({}, {"dense": {"name": "mlp", "hidden_dim": 48, "bias": True}}, "dense layers must have no bias"),
         ({}, {"router": {"name": "softmax_topk", "gate_bias": True}}, "there must be no gate_bias"),
         ({"layers": [{"at": 0, "window": 5}]}, {}, "MixtralForCausalLM: all layers must have the same window"),
         ({"qk_norm": True, "layers": [{"at": 0, "window": 5}]}, {}, "Qwen3MoeForCausalLM: all layers must have the"),
