@@ -228,6 +228,14 @@ def test_the_text_says_how_many_ranks_share_out_experts(alone, plan):
     assert "ranks  2: dp_shard 2, ep 2\n" in out
 
 
+def test_experts_whose_routing_is_checked_are_planned_as_others(alone, planned):
+    arguments = ["--world-size", "1", "model.num_experts=4"]
+
+    checked = planned(*arguments, "model.moe.check_routing=true")
+
+    assert checked["stages"] == planned(*arguments)["stages"]
+
+
 def test_the_text_names_passes_stages_and_whether_it_fits(plan):
     code, out, said = plan("--world-size", "4", "parallel.pp=2", "train.grad_accumulation=4", "--gpu", "h100")
 
