@@ -247,12 +247,13 @@ def test_an_average_of_some_parameters_is_evaluated_with_the_others_as_they_are_
 
 
 def test_two_averages_of_the_same_weights_are_refused_before_the_first_step(tiny, capfd):
-    both = [SCHEDULE_FREE, 'callbacks=[{name="ema"}]']
+    grouped = f"optimizer={{name='grouped', groups=[{{{SCHEDULE_FREE}}}]}}"
+    both = [grouped, 'callbacks=[{name="ema"}]']
 
     assert main(["run", str(tiny.config), *both]) == 2
 
     said = capfd.readouterr().err
-    assert "optimizer 'schedule_free_adamw' of forge-plugins-optim" in said
+    assert "optimizer 'grouped' of forge-plugins-optim" in said
     assert "and plugin.forge-plugins-optim.callback.ema both have weights to be evaluated in place of embed." in said
     assert tiny.metrics() == []
 

@@ -10,6 +10,7 @@ import attrs
 import pytest
 
 from forge_core.config.sections import TrainSection
+from forge_core.errors import ForgeError
 from forge_core.job import load_job, notes
 from forge_core.registry.discovery import discover
 from forge_plugins_optim.config import (
@@ -141,6 +142,14 @@ def test_muon_alone_is_found_at_validation() -> None:
 
     assert [key for key, _ in muon.check(alone)] == ["name"]
     assert list(muon.check(nested)) == []
+
+
+def test_an_average_beside_an_optimizer_that_has_one_is_found_at_validation() -> None:
+    both = ["optimizer={name='schedule_free_adamw', lr=3e-3}", "callbacks=[{name='ema'}]"]
+
+    with pytest.raises(ForgeError, match=r"callbacks\[0\]\.name: .*schedule_free_adamw has an average"):
+        load_job(JOB, both, catalog=discover(), world_size=1)
+    load_job(JOB, ["callbacks=[{name='ema'}]"], catalog=discover(), world_size=1)
 
 
 @pytest.mark.parametrize(

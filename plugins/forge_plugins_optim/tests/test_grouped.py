@@ -173,6 +173,14 @@ def test_muon_on_everything_is_refused() -> None:
         make([{"optimizer": MUON}], drawn())
 
 
+def test_muon_on_kernels_of_convolutions_is_refused_with_what_keeps_them_out() -> None:
+    kernel = NamedParameter("stem.weight", nn.Parameter(torch.zeros(4, 3, 2, 2)), "matrix")
+
+    with pytest.raises(ConfigError, match=r"stem\.weight \(matrix \(4, 3, 2, 2\)\)\. .*by patterns of its group"):
+        make(BY_ROLE, [*drawn(), kernel])
+    make([{**BY_ROLE[0], "patterns": ["blocks.*"]}, {"optimizer": ADAMW}], [*drawn(), kernel])
+
+
 def test_state_of_another_optimizer_is_refused() -> None:
     """A momentum of Muon and one of Lion have the same name and shape."""
     saved, resumed = drawn(), drawn()

@@ -380,6 +380,11 @@ class EMAConfig:
     """Whether the decay rises, as ``min(decay, (1 + n) / (10 + n))`` after n updates, so that the average forgets
     weights of the beginning sooner."""
 
+    def check(self, job: Job) -> Iterator[tuple[str, str]]:
+        """Two averages of the same weights."""
+        if isinstance(job.optimizer.config, ScheduleFreeAdamWConfig):
+            yield "name", f"{job.optimizer.name} has an average to evaluate itself; leave out one of the two"
+
 
 MUON_ALONE = (
     "muon is for matrices, and a model has embeddings, norms and a head as well. Use optimizer 'grouped' with "
