@@ -27,6 +27,7 @@ from forge_core.run.run import run_job
 from forge_core.train.build import allocate, build_model
 from forge_testing.component_case import builder
 from forge_testing.small_model import SmallModel, small_job
+from parity_matrix.launch import JOB
 
 pytestmark = pytest.mark.timeout(900)  # the first test starts all processes
 
@@ -238,12 +239,14 @@ def context():
     torch.distributed.destroy_process_group()
 
 
-def test_nothing_to_gather_ahead_is_refused(context):
-    with torch.device("meta"):
-        model = SmallModel()
+@pytest.mark.parametrize("layout", [["parallel.dp_replicate=2"], ["parallel.tp=2"]])
+def test_nothing_to_gather_ahead_is_found_at_validation(layout):
+    ahead = ["callbacks=[]", *layout, "parallel.passes.fsdp.prefetch=1"]
 
     with pytest.raises(ConfigError, match=r"fsdp\.prefetch: no rank shares its parameters"):
-        builder()(fsdp_with(prefetch=1)).apply(model, context)
+        load_job(JOB, ahead, catalog=discover(), world_size=2)
+    for shared in ([], ["parallel.cp=2"]):
+        load_job(JOB, [*ahead, *shared], catalog=discover(), world_size=4)
 
 
 def fsdp_with(**keys) -> ComponentRef:

@@ -159,6 +159,8 @@ class FullyShardConfig:
             yield "keep_gathered", "there is one microbatch a step, as train.grad_accumulation = 1; leave it out"
         if self.accumulate != "auto" and job.train.grad_accumulation == 1:
             yield "accumulate", "there is one microbatch a step, as train.grad_accumulation = 1; leave it out"
+        if self.prefetch and job.parallel.dp_shard * job.parallel.cp == 1:
+            yield "prefetch", "no rank shares its parameters, so that nothing is gathered; leave it out"
         yield from self._check_what_tp_leaves(job)
 
     def _check_what_tp_leaves(self, job: Job) -> Iterator[tuple[str, str]]:

@@ -54,10 +54,6 @@ class FullyShard:
         policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
         whole = context.mesh.device_mesh
         mesh = _with_copies(whole, sharding_mesh(whole))
-        if self._config.prefetch and mesh.size(mesh.ndim - 1) == 1:
-            raise ConfigError(
-                "parallel.passes.fsdp.prefetch: no rank shares its parameters, so that nothing is gathered"
-            )
         experts = context.mesh.experts
         options: dict[str, Any] = {
             "mesh": mesh,
