@@ -6,6 +6,7 @@ import math
 import pytest
 
 from forge_core.cli import main
+from forge_plugins_plan.run_figures import run_figures
 
 JOB = """
 [model]
@@ -65,6 +66,13 @@ def test_median_and_peak_of_a_run_stand_beside_its_plan(run, capfd):
     assert far == "  More than 10% off: time of a step and peak of rank 0"
 
 
+def test_a_line_that_the_run_is_writing_is_left_out(run):
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 5, "step_sec')
+
+    assert run_figures(run).lines == 3
+
+
 def test_without_the_figures_of_a_machine_the_way_to_them_is_told(run, capfd, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "no-calibration"))
 
@@ -100,7 +108,9 @@ def test_a_file_needs_a_number_of_ranks(run, capfd):
     [
         ("environment.json", None, "environment.json"),
         ("environment.json", "{}", "KeyError: 'world_size'"),
-        ("metrics.jsonl", "{", "JSONDecodeError"),
+        ("environment.json", "[2]", "TypeError"),
+        ("metrics.jsonl", "{\n", "JSONDecodeError"),
+        ("metrics.jsonl", "1\n", "TypeError"),
         ("metrics.jsonl", '{"step": 1, "step_seconds": 2.0}\n', "has logged fewer than two steps"),
     ],
 )

@@ -39,10 +39,10 @@ def run_figures(path: Path) -> RunFigures:
     """
     try:
         ranks = json.loads((path / "environment.json").read_text(encoding="utf-8"))["world_size"]
-        lines = [json.loads(line) for line in (path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    except (OSError, ValueError, KeyError) as error:
+        *lines, _ = (path / "metrics.jsonl").read_text(encoding="utf-8").split("\n")  # the last may be half written
+        logged: list[Mapping[str, Any]] = [line for line in map(json.loads, lines) if "step_seconds" in line][1:]
+    except (OSError, TypeError, ValueError, KeyError) as error:
         raise ConfigError(f"{path}: cannot be read as a run's directory: {type(error).__name__}: {error}") from error
-    logged: list[Mapping[str, Any]] = [line for line in lines if "step_seconds" in line][1:]
     if not logged:
         raise ConfigError(f"{path}: its run has logged fewer than two steps, and the first is slower than others")
     memory = [line["memory_gib"] for line in logged if "memory_gib" in line]
