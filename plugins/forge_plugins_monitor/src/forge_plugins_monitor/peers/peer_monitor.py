@@ -100,7 +100,7 @@ class PeerMonitor(Supervisor):
         try:
             yield
         except (RuntimeError, SaveError) as error:  # torch's own errors are RuntimeErrors, and a save wraps them
-            if not any(words in str(error) for words in _LOST):
+            if self._is_alone or not any(words in str(error) for words in _LOST):
                 self._fail(error)
                 raise
             self._own.gave_up_at = position_of_error(error)
