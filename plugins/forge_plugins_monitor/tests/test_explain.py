@@ -254,13 +254,22 @@ def test_the_command_for_a_directory_with_odd_letters_is_one_that_a_shell_takes(
     assert shlex.split(explain(odd).next) == ["forge", "runs", "-f", "runs/it's $HOME"]
 
 
-def test_a_copy_of_a_run_is_continued_and_not_the_run_that_it_was_copied_from(run):
-    (run / "job.toml").write_text(f'{JOB}[run]\nname = "x"\n')
+@pytest.mark.parametrize("name", ["x", "group/x"])
+@pytest.mark.parametrize("home", ["runs", "HERE/runs"])
+@pytest.mark.parametrize("copied_to", ["runs/y", "copies/x"])
+def test_a_copy_of_a_run_is_continued_and_not_the_run_that_it_was_copied_from(run, monkeypatch, name, home, copied_to):
+    Path("runs/group").mkdir()
+    run = run.rename(Path("runs") / name)
+    place = home.replace("HERE", str(Path.cwd()))
+    (run / "job.toml").write_text(f'{JOB}[run]\ndir = "{place}"\nname = "{name}"\n')
     tell(run, STARTED, failed("LostPeerError: x", 5))
-    copy = shutil.copytree(run, "runs/y")
+    copy = Path(shutil.copytree(run, copied_to)).resolve()
 
     assert explain(run).next == "forge run c.toml --nproc 4"
-    assert explain(Path(copy)).next == f"forge run c.toml --nproc 4 run.dir={Path('runs').resolve()} run.name=y"
+    assert explain(copy).next == f"forge run c.toml --nproc 4 run.dir={copy.parent} run.name={copy.name}"
+    run = run.resolve()
+    monkeypatch.chdir("/")
+    assert explain(run).next == "forge run c.toml --nproc 4"
 
 
 def test_ranks_of_another_launcher_are_not_forgotten(run):

@@ -218,15 +218,26 @@ def _next(run: Path, progress: RunProgress, end: Mapping[str, Any], job: Mapping
 
 
 def _command(run: Path, job: Mapping[str, Any]) -> str:
-    """What was typed; a job of its own does without the file that was named. A directory that has another name since
+    """What was typed; a job of its own does without the file that was named. A directory that was copied or renamed
     would be left as it is by that alone."""
     command = _environment(run).get("command")
     if not (isinstance(command, str) and command.startswith("forge run ")):
         command = f"forge run {quote(str(run / 'job.toml'))}"
-    own, section = run.resolve(), job.get("run")
-    if isinstance(section, Mapping) and section.get("name", own.name) != own.name:
+    own = run.resolve()
+    if _is_of_another(own, job):
         return f"{command} {quote(f'run.dir={own.parent}')} {quote(f'run.name={own.name}')}"
     return command
+
+
+def _is_of_another(own: Path, job: Mapping[str, Any]) -> bool:
+    """Return whether a run's directory has the job of another one."""
+    section = job.get("run")
+    if not isinstance(section, Mapping):
+        return False
+    meant = Path(str(section.get("dir", "runs"))).expanduser() / str(section.get("name", own.name))
+    # where the run was started from is not known
+    is_own = not meant.is_absolute() and own.parts[-len(meant.parts) :] == meant.parts
+    return not is_own and meant.resolve() != own
 
 
 def _environment(run: Path) -> Mapping[str, Any]:
