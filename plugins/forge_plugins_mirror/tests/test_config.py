@@ -80,6 +80,7 @@ def test_a_mirror_may_be_any_path_or_any_url_whose_package_is_there(load):
         "file:///scratch/runs",
         "memory://runs",
         "simplecache::memory://x",
+        "ftp://[::1]/runs",
     ):
         assert load(f"checkpoint.mirror={mirror}").checkpoint.mirror.config.url == mirror
 

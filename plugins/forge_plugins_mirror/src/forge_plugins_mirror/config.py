@@ -15,10 +15,13 @@ from forge_plugins_mirror.mirror_url import mirror_problem, path_of, url_of_run
 _PATTERN = {"*", "?", "["}
 
 
-def _no_pattern(place: str, letter: str) -> str:
+def _no_pattern(place: str) -> str | None:
+    path = place.partition("://")[2].partition("/")[2]  # a host may be [::1]
+    if not (letters := _PATTERN & {*path}):
+        return None
     return (
-        f"{place!r} has {letter!r} in it, which fsspec takes for a pattern: no checkpoint could be removed there; "
-        "choose another run.name or url"
+        f"{place!r} has {min(letters)!r} in it, which fsspec takes for a pattern: no checkpoint could be removed "
+        "there; choose another run.name or url"
     )
 
 
@@ -36,8 +39,8 @@ class FsspecMirrorConfig:
             yield "url", problem
         elif path_of(self.url) == job.run.dir.expanduser().absolute():
             yield "url", f"{self.url!r} is run.dir, where the checkpoints are already; name another place"
-        elif path_of(self.url) is None and (letters := _PATTERN & {*url_of_run(self.url, str(job.run.name))}):
-            yield "url", _no_pattern(url_of_run(self.url, str(job.run.name)), min(letters))
+        elif path_of(self.url) is None and (problem := _no_pattern(url_of_run(self.url, str(job.run.name)))):
+            yield "url", problem
 
     def within(self, name: str) -> FsspecMirrorConfig:
         """The same place, one folder further down."""
