@@ -161,6 +161,7 @@ def test_wrong_keys_are_sentences(groups, words) -> None:
 
 def test_muon_on_other_roles_is_found_at_validation() -> None:
     groups = [*BY_ROLE, {"roles": ["expert", "head"], "optimizer": MUON}, {"patterns": ["head.*"], "optimizer": MUON}]
+    groups.append({"roles": ["matrix", "bias"], "patterns": ["blocks.*"], "optimizer": MUON})
     config = builder().resolve("optimizer", {"name": "grouped", "groups": groups}).config
 
     found = [*config.check(job=None)]

@@ -361,10 +361,10 @@ class GroupedConfig:
             raise ValueError("has several groups with neither roles nor patterns, and one alone can take the rest")
 
     def check(self, job: Job) -> Iterator[tuple[str, str]]:
-        """Muon takes no other roles than those of matrices."""
+        """Muon takes no other roles than those of matrices; beside patterns they may have no parameter."""
         for index, group in enumerate(self.groups):
             others = [role for role in group.roles if role not in MATRIX_ROLES]
-            if others and isinstance(group.optimizer.config, MuonConfig):
+            if others and not group.patterns and isinstance(group.optimizer.config, MuonConfig):
                 yield f"groups[{index}].roles", f"muon takes {' and '.join(MATRIX_ROLES)}; got {others[0]!r}"
 
 
