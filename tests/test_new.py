@@ -257,6 +257,7 @@ def fork_pytest(tmp_path: Path):
         (["loss", "a", "--from", "act.py"], "'loss' is an activation, for which no package can be written"),
         (["loss", "a", "--from", "start.py"], "'loss' is a warm start, for which forge_testing has no kit"),
         (["config", "a", "--file"], "give one of them"),
+        (["config", "a" * 300], "a.toml: File name too long"),
     ],
 )
 def test_what_cannot_be_written_is_told_and_nothing_is(words, sentence, tmp_path, monkeypatch, capsys) -> None:

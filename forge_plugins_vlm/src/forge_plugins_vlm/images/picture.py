@@ -107,7 +107,7 @@ def size_of(source: bytes | Path) -> Grid:
 
 
 def _ends_with_pixels(image: Image.Image) -> bool:
-    """Whether it is a PNG with nothing behind its pixels."""
+    """Return whether it is a PNG with nothing behind its pixels."""
     if not isinstance(image, PngImageFile) or image.fp is None:
         return False
     kind = b""

@@ -7,6 +7,7 @@ import re
 import shutil
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from string import Template
@@ -91,7 +92,8 @@ def write_new(target: Path, text: str) -> None:
     except FileExistsError:
         raise ConfigError(f"{target} exists already; choose another name, or remove it first") from None
     except OSError as error:
-        target.unlink(missing_ok=True)
+        with suppress(OSError):  # it may not be there, as where its name is too long
+            target.unlink()
         raise ConfigError(f"cannot write {target}: {error.strerror}") from error
 
 
