@@ -590,7 +590,7 @@ def test_a_process_alone_that_hangs_is_ended_where_its_job_names_a_supervisor(ti
     (tiny.folder / "hangs.py").write_text(HANGS)
     plugin = [f'plugins.files=["{tiny.folder}/hangs.py"]', "callbacks=['hangs']"]
 
-    done = tiny.run(*plugin, "run.supervisor=peers", "run.step_timeout=2")
+    done = tiny.run(*plugin, "run.supervisor=peers", "run.step_timeout=5")
 
     assert done.returncode == 5, done.stderr
     assert re.search(r"error: rank 0 on \S+ has got no further for \d+ s in step 3, at hangs.py:14, in ", done.stderr)
