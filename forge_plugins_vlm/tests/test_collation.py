@@ -351,6 +351,21 @@ def test_a_prompt_keeps_all_of_its_text(build, tokenizer_path, tmp_path, picture
         encoder(Written("<image> <image>", ()), [image], "the prompt", is_prompt=True)
 
 
+@pytest.mark.parametrize("text", ["<image> ?", "what <image> ?"])
+def test_a_conversation_begins_with_the_token_of_documents_once(build, tokenizer_path, tmp_path, picture, text):
+    table = {"name": "tokenizer_file", "path": str(tokenizer_path), "begin_of_document": "what"}
+    tokenizer = build(build.resolve("tokenizer", table), base=tmp_path)
+    encoder = Encoder(tokenizer, placeholder="<image>", tokens_a_tile=2, one_token_an_image=False)
+    image = PictureFile(tmp_path / picture("a.png"), "a.png"), Layout(1, np.arange(2))
+
+    document = encoder(Written(text, ((len(text) - 1, len(text)),)), [image], "the line")
+
+    assert document.tokens.tolist() == ids(f"what {I} ?")
+    assert document.learned.tolist() == [False, False, False, True]
+    assert document.slots.tolist() == [-1, 0, 1, -1]
+    assert [one.at for one in document.images] == [1]
+
+
 def test_tiles_with_padding_have_sizes_and_rows_that_end(tmp_path, picture, open_source):
     picture("a.png", size=(16, 32))
     path = write(tmp_path / "a.jsonl", [user(A), bot("no")])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from forge_core.errors import ConfigError
+from forge_plugins_inference.prompt import prompt_ids
 
 if TYPE_CHECKING:
     from forge_core.contracts.tokenizer import Tokenizer
@@ -22,15 +23,15 @@ def tokenizer_of(session: Session) -> Tokenizer:
 
 
 def encoded(session: Session, option: str, text: str) -> list[int]:
-    """The tokens of what an option gives.
+    """The tokens of a prompt that an option gives, as ``forge generate`` reads it.
 
     Raises:
         ConfigError: there are none.
     """
-    tokens: list[int] = tokenizer_of(session).encode(text).tolist()
-    if not tokens:
+    tokenizer = tokenizer_of(session)
+    if not len(tokenizer.encode(text)):
         raise ConfigError(f"{option}: it has no token")
-    return tokens
+    return prompt_ids(tokenizer, text)
 
 
 def texts(session: Session, tokens: list[int]) -> list[str]:
@@ -44,7 +45,7 @@ def one_token(session: Session, option: str, text: str) -> int:
     Raises:
         ConfigError: the text is not exactly one token.
     """
-    tokens = encoded(session, option, text)
+    tokens: list[int] = tokenizer_of(session).encode(text).tolist()
     if len(tokens) != 1:
         raise ConfigError(f"{option} {text!r}: is {len(tokens)} tokens, and must be one: {texts(session, tokens)}")
     return tokens[0]

@@ -3,14 +3,18 @@
 import json
 import pickle
 
+import attrs
 import numpy as np
 import pytest
 import tokenizers
 
 from forge_core.errors import ConfigError
+from forge_plugins_data.answers import Answered, tokens_and_learned
 from forge_plugins_data.bytes_tokenizer import BytesTokenizer
+from forge_plugins_data.encoding import encode_document
 from forge_plugins_data.tokenizer_config import BytesConfig, TokenizerFileConfig
 from forge_plugins_data.tokenizer_file import TokenizerFile
+from forge_plugins_inference.prompt import prompt_ids
 
 TEXTS = ["", "plain ASCII\n", "grüße, 世界 🌍\0\ttabs", "e\u0301 and \ufeff"]
 
@@ -134,6 +138,62 @@ def test_the_fingerprint_tells_tokenizers_apart(word_file, tmp_path):
         BytesTokenizer(BytesConfig()).fingerprint,
     }
     assert len(prints) == 4
+
+
+@pytest.fixture
+def beginning(word_file, tmp_path):
+    """A tokenizer whose documents begin with a token."""
+    config = TokenizerFileConfig(path=str(word_file("<bos>", "</s>")), begin_of_document="<bos>")
+    return TokenizerFile(config, base=tmp_path)
+
+
+def test_documents_begin_with_their_token_and_texts_in_them_do_not(beginning):
+    begin, world = beginning.begin_of_document, 1
+
+    assert beginning.encode("world").tolist() == [world]
+    assert encode_document(beginning, b"world", "strict", "here").tolist() == [begin, world]
+    assert encode_document(beginning, "<bos> world", "strict", "here").tolist() == [begin, world]  # spelled out
+    assert encode_document(beginning, "", "strict", "here").tolist() == []  # is left out
+    assert encode_document(BytesTokenizer(BytesConfig()), b"a", "strict", "here").tolist() == [97]
+
+
+def test_the_token_that_begins_documents_is_saved_and_decides_the_ids(beginning, word_file, tmp_path, build):
+    (tmp_path / "copy").mkdir()
+    copy = build(build.resolve("tokenizer", beginning.save(tmp_path / "copy")), base=tmp_path / "copy")
+    plain = TokenizerFile(TokenizerFileConfig(path=str(word_file("<bos>", "</s>"))), base=tmp_path)
+
+    assert (copy.begin_of_document, copy.fingerprint) == (beginning.begin_of_document, beginning.fingerprint)
+    assert (plain.begin_of_document, plain.fingerprint != copy.fingerprint) == (None, True)
+    assert "begin_of_document" not in plain.save(tmp_path)
+    with pytest.raises(ConfigError, match=r"begin_of_document = '<boss>' is not in .* Did you mean '<bos>'\?"):
+        TokenizerFile(TokenizerFileConfig(path="tokenizer.json", begin_of_document="<boss>"), base=tmp_path)
+
+
+def test_answers_begin_with_it_and_do_not_learn_it(beginning):
+    text = Answered("hello world", [(6, 11)], "here", is_ended=True)
+
+    ids, learned = tokens_and_learned(text, beginning)
+
+    assert ids.tolist() == [beginning.begin_of_document, 0, 1, beginning.end_of_document]
+    assert learned.tolist() == [False, False, True, True]
+    of_template, _ = tokens_and_learned(attrs.evolve(text, is_ended=False), beginning)  # which says what it wants
+    assert of_template.tolist() == [0, 1]
+
+
+def test_prompts_begin_as_documents_do(beginning):
+    begin = beginning.begin_of_document
+
+    assert [prompt_ids(beginning, text) for text in ("world", "<bos> world", "")] == [[begin, 1], [begin, 1], [begin]]
+    assert [prompt_ids(BytesTokenizer(BytesConfig()), text) for text in ("a", "")] == [[97], [256]]
+
+
+def test_templates_of_conversations_know_it(beginning, tmp_path):
+    (tmp_path / "chat_template.jinja").write_text("{{ bos_token }}{{ messages[0].content }}")
+    config = TokenizerFileConfig(path="tokenizer.json", begin_of_document="<bos>")
+
+    template = TokenizerFile(config, base=tmp_path).chat_template
+
+    assert template.render([{"role": "user", "content": "hello"}]).text == "<bos>hello"
 
 
 def test_tokenizers_can_be_sent_to_other_processes(word_file, tmp_path):

@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from forge_core.checkpoint.store import open_checkpoint
@@ -24,6 +24,7 @@ from forge_plugins_hf.layouts import layout_of_architecture
 from forge_plugins_hf.model_folder import table_of
 from forge_plugins_hf.shards import Described, Shards, write_shards
 from forge_plugins_hf.weight_source import HuggingFaceFolder
+from forge_plugins_inference.prompt import prompt_ids
 from forge_plugins_weights.loading import load_model
 
 SHAPE = {
@@ -229,6 +230,29 @@ def test_a_model_goes_there_and_back_and_computes_the_same(kind, tmp_path, capfd
     for table in (first, second):
         table["model"].pop("head_dim", None)  # may be left out
     assert rounded(second["model"]) == rounded(first["model"])
+
+
+@pytest.mark.parametrize("has_template", [True, False])
+def test_documents_begin_with_the_token_that_transformers_puts_before_a_text(tmp_path, has_template):
+    folder = tmp_path / "hf"
+    made("llama", folder)
+    if has_template:
+        tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        single = processors.TemplateProcessing(single="w2 $A", special_tokens=[("w2", 2)])
+        tokenizer.post_processor = processors.Sequence([processors.ByteLevel(), single])
+        tokenizer.save(str(folder / "tokenizer.json"))
+    expected = transformers.AutoTokenizer.from_pretrained(folder)("w5 w7")["input_ids"]
+
+    assert main(["convert", str(folder), "--to", "forge", "--out", str(tmp_path / "ours")]) == 0
+    ours = loaded(tmp_path / "ours" / "checkpoint").tokenizer
+    assert prompt_ids(ours, "w5 w7") == expected == ([2, 5, 7] if has_template else [5, 7])
+    table = tomllib.loads((tmp_path / "ours" / "train.toml").read_text())["data"]["tokenizer"]
+    assert table.get("begin_of_document") == ("w2" if has_template else None)
+
+    source = str(tmp_path / "ours" / "checkpoint")
+    assert main(["convert", source, "--to", "huggingface", "--out", str(tmp_path / "back")]) == 0
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["bos_token_id"] == (2 if has_template else None)
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "back")("w5 w7")["input_ids"] == expected
 
 
 def rounded(value):

@@ -111,6 +111,7 @@ class Encoder:
 
     def __init__(self, tokenizer: Tokenizer, *, placeholder: str, tokens_a_tile: int, one_token_an_image: bool) -> None:
         self._tokenizer = tokenizer
+        self._begin = getattr(tokenizer, "begin_of_document", None)
         self._placeholder = placeholder
         self._tokens_a_tile = tokens_a_tile
         self._is_one_token = one_token_an_image
@@ -137,7 +138,9 @@ class Encoder:
         learned: list[np.ndarray] = []
         slots: list[np.ndarray] = []
         placed: list[Placed] = []
-        at = tiles = 0
+        if self._must_begin(text):
+            tokens, learned, slots = [np.array([self._begin])], [np.zeros(1, bool)], [np.array([TEXT])]
+        at, tiles = len(tokens), 0
         for start, stop, kind in self._pieces(text, written.ends):
             if kind == "image":
                 reference, layout = images[len(placed)]
@@ -168,6 +171,10 @@ class Encoder:
         if (ended := document.up_to(len(document.tokens))) is None:
             raise ConfigError(f"{where} has nothing to learn: its answers are empty")
         return ended
+
+    def _must_begin(self, text: str) -> bool:
+        """Return whether the tokenizer has a token with which documents begin, and the text does not spell it."""
+        return self._begin is not None and self._tokenizer.encode(text)[:1].tolist() != [self._begin]
 
     def _pieces(self, text: str, ends: Sequence[int]) -> list[tuple[int, int, str]]:
         """Where texts, images and ends of documents stand, in order."""

@@ -17,7 +17,7 @@ from forge_core.errors import ConfigError
 from forge_plugins_data.answers_config import AnswersConfig, TooLong
 from forge_plugins_data.best_fit import Documents, PackedDocuments
 from forge_plugins_data.documents import read_records
-from forge_plugins_data.encoding import valid_text
+from forge_plugins_data.encoding import begun, valid_text
 from forge_plugins_data.file_selection import refuse_idle_pattern, select_files
 from forge_plugins_data.in_memory import unit_hash
 from forge_plugins_data.records import JSONL_PATTERN
@@ -150,7 +150,9 @@ def tokens_and_learned(text: Answered, tokenizer: Tokenizer) -> tuple[np.ndarray
     ids, ends = tokenizer.encode_with_ends(content)  # type: ignore[attr-defined]  # looked for before
     learned = learned_tokens(ends, text.answers)
     if text.is_ended:
-        ids, learned = np.append(ids, tokenizer.end_of_document), np.append(learned, True)
+        whole = begun(tokenizer, ids)
+        learned = np.concatenate([np.zeros(len(whole) - len(ids), dtype=bool), learned, [True]])
+        ids = np.append(whole, tokenizer.end_of_document)
     if not learned[1:].any():
         raise ConfigError(f"{text.where} has nothing to learn: its answers are empty")
     return ids, learned

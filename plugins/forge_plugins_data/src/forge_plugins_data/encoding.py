@@ -17,7 +17,7 @@ def reads_bytes(tokenizer: Tokenizer) -> bool:
 def encode_document(
     tokenizer: Tokenizer, content: bytes | str | None, errors: EncodingErrors | None, where: object
 ) -> np.ndarray | None:
-    """Ids of a document ``(N,)`` int64, nothing added; ``None`` if it is to be skipped.
+    """Ids of a document ``(N,)`` int64, without its end; ``None`` if it is to be skipped.
 
     Args:
         content: the bytes of a file, or text from a format that has decoded it already; ``None`` is skipped.
@@ -31,7 +31,14 @@ def encode_document(
         ids: np.ndarray = tokenizer.encode_bytes(content)  # type: ignore[attr-defined]  # just looked for
         return ids
     text = valid_text(content, errors, where)
-    return None if text is None else tokenizer.encode(text)
+    return None if text is None else begun(tokenizer, tokenizer.encode(text))
+
+
+def begun(tokenizer: Tokenizer, ids: np.ndarray) -> np.ndarray:
+    """The ids of a text with which a document begins, after the tokenizer's optional ``begin_of_document``. One that is
+    spelled out in the text stays the only one; a text without ids stays so."""
+    begin = getattr(tokenizer, "begin_of_document", None)
+    return ids if begin is None or not len(ids) or ids[0] == begin else np.concatenate([[begin], ids])
 
 
 def valid_text(content: bytes | str | None, errors: EncodingErrors | None, where: object) -> str | None:

@@ -25,6 +25,9 @@ class TokenizerFileConfig:
     end_of_document: str | None = None
     """The token that ends a document. By default the one known name that the vocabulary has, such as
     ``<|endoftext|>`` or ``</s>``."""
+    begin_of_document: str | None = None
+    """The token with which documents and prompts begin, if the model knows them so, as Gemma and Llama 3 do:
+    ``<bos>``. It is put before texts that do not spell it. Conversations have what their template says."""
     chat_template: str | None = attrs.field(default=None, validator=optional(min_len(1)))
     """A Jinja template of conversations, for the data source ``chat`` and ``forge generate --chat``. By default the
     model's own: ``chat_template.jinja`` beside a ``tokenizer.json``, or the ``chat_template`` of its

@@ -48,8 +48,13 @@ class TokenizerFile:
         self.vocab_size: int = max(vocabulary.values(), default=-1) + 1
         self._end = _end_of_document(vocabulary, config.end_of_document, path)
         self.end_of_document: int = vocabulary[self._end]
+        self._begin = config.begin_of_document
+        self.begin_of_document: int | None = None
         digest = hashlib.sha256(self._content)
         digest.update(f"\0end_of_document={self.end_of_document}".encode())
+        if self._begin is not None:
+            self.begin_of_document = vocabulary[_known("begin_of_document", self._begin, vocabulary, path)]
+            digest.update(f"\0begin_of_document={self.begin_of_document}".encode())
         self.fingerprint: str = digest.hexdigest()
         template = None if config.chat_template is None else base / Path(config.chat_template).expanduser()
         self._companions = read_companions(path, template)
@@ -57,7 +62,8 @@ class TokenizerFile:
     @property
     def chat_template(self) -> ChatTemplate | None:
         """The template of conversations, if the model has one."""
-        return self._companions.chat_template({"eos_token": self._end})
+        begin = {} if self._begin is None else {"bos_token": self._begin}
+        return self._companions.chat_template({"eos_token": self._end, **begin})
 
     @property
     def ends_of_turn(self) -> tuple[int, ...]:
@@ -84,7 +90,8 @@ class TokenizerFile:
     def save(self, directory: Path) -> Mapping[str, Any]:
         (directory / FILE_NAME).write_bytes(self._content)
         self._companions.save(directory)
-        return {"name": "forge-plugins-data:tokenizer_file", "path": FILE_NAME, "end_of_document": self._end}
+        table = {"name": "forge-plugins-data:tokenizer_file", "path": FILE_NAME, "end_of_document": self._end}
+        return table if self._begin is None else {**table, "begin_of_document": self._begin}
 
 
 def _content(path: Path) -> bytes:
@@ -96,13 +103,17 @@ def _content(path: Path) -> bytes:
 
 def _end_of_document(vocabulary: Mapping[str, int], asked: str | None, path: Path) -> str:
     if asked is not None:
-        if asked not in vocabulary:
-            near = get_close_matches(asked, [*vocabulary], n=1)
-            hint = f" Did you mean {near[0]!r}?" if near else ""
-            raise ConfigError(f"end_of_document = {asked!r} is not in the vocabulary of {path}.{hint}")
-        return asked
+        return _known("end_of_document", asked, vocabulary, path)
     found = [name for name in KNOWN_ENDS if name in vocabulary]
     if len(found) != 1:
         which = f"several tokens that may end a document ({', '.join(found)})" if found else "no known end of document"
         raise ConfigError(f'{path} has {which}; say which token it is with the tokenizer\'s key end_of_document = "…"')
     return found[0]
+
+
+def _known(key: str, token: str, vocabulary: Mapping[str, int], path: Path) -> str:
+    if token not in vocabulary:
+        near = get_close_matches(token, [*vocabulary], n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise ConfigError(f"{key} = {token!r} is not in the vocabulary of {path}.{hint}")
+    return token

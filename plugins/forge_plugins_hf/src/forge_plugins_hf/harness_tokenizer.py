@@ -58,7 +58,7 @@ def harness_tokenizer(tokenizer: Tokenizer) -> HarnessTokenizer:
     there, itself."""
     with TemporaryDirectory(prefix="forge-") as saved, TemporaryDirectory(prefix="forge-") as out:
         table = tokenizer.save(Path(saved))
-        if not give_tokenizer(Path(saved), Path(out), table.get("end_of_document")):
+        if not give_tokenizer(Path(saved), Path(out), table):
             return _Ours(tokenizer)
         return _Published(AutoTokenizer.from_pretrained(out, local_files_only=True), tokenizer.end_of_document)
 

@@ -71,7 +71,7 @@ def to_huggingface(
         table["text_config"] = {**tokens, **table["text_config"]}
     with written_whole(out, sum(one.n_bytes for one in described)) as folder:
         write_shards(folder, described, make)
-        give_tokenizer(tokenizer, folder, (model.state.get("tokenizer") or {}).get("end_of_document"))
+        give_tokenizer(tokenizer, folder, model.state.get("tokenizer") or {})
         (folder / "config.json").write_text(json.dumps(table, indent=2) + "\n", encoding="utf-8")
     return written
 

@@ -45,8 +45,9 @@ def choose_tokenizer(folder: Path, config: Mapping[str, Any], vocab_size: int) -
     if largest >= vocab_size:
         raise ConfigError(f"{path} has ids up to {largest}, and the model's vocabulary is {vocab_size}")
     end = _end(folder, config, vocabulary)
-    table = {"name": _COMPONENT, "path": str(path.resolve())}
-    return table if end is None else {**table, "end_of_document": end}
+    found = {"end_of_document": end, "begin_of_document": _begin(path)}
+    named = {key: token for key, token in found.items() if token is not None}
+    return {"name": _COMPONENT, "path": str(path.resolve()), **named}
 
 
 def keep_tokenizer(folder: Path, out: Path) -> None:
@@ -57,13 +58,13 @@ def keep_tokenizer(folder: Path, out: Path) -> None:
             shutil.copyfile(folder / name, out / name)
 
 
-def give_tokenizer(saved: Path, out: Path, end: str | None) -> bool:
+def give_tokenizer(saved: Path, out: Path, table: Mapping[str, Any]) -> bool:
     """Copy the tokenizer of a checkpoint into a model's folder, as ``transformers`` reads it. Returns whether it has
     one in that format.
 
     Args:
         saved: the checkpoint's folder of it.
-        end: the token that ends a document.
+        table: the tokenizer's, which names the tokens that begin and end a document.
     """
     if not (saved / FILE).exists():
         return False
@@ -71,8 +72,10 @@ def give_tokenizer(saved: Path, out: Path, end: str | None) -> bool:
         if (saved / name).exists():
             shutil.copyfile(saved / name, out / name)
     if not (out / "tokenizer_config.json").exists():
-        table = {"tokenizer_class": "PreTrainedTokenizerFast", **({"eos_token": end} if end else {})}
-        (out / "tokenizer_config.json").write_text(json.dumps(table, indent=2) + "\n", encoding="utf-8")
+        tokens = {"bos_token": table.get("begin_of_document"), "eos_token": table.get("end_of_document")}
+        named = {key: token for key, token in tokens.items() if token is not None}
+        config = {"tokenizer_class": "PreTrainedTokenizerFast", **named}
+        (out / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     return True
 
 
@@ -81,11 +84,11 @@ def special_tokens(saved: Path, state: Mapping[str, Any]) -> dict[str, int | Non
 
     Args:
         saved: the checkpoint's folder of the tokenizer.
-        state: the checkpoint's, which names the token that ends a document.
+        state: the checkpoint's, which names the tokens that begin and end a document.
     """
-    end = (state.get("tokenizer") or {}).get("end_of_document")
-    known = token_ids(saved / FILE)
-    return {"bos_token_id": None, "eos_token_id": known.get(str(end)), "pad_token_id": None}
+    table, known = state.get("tokenizer") or {}, token_ids(saved / FILE)
+    begin, end = (known.get(str(table.get(f"{which}_of_document"))) for which in ("begin", "end"))
+    return {"bos_token_id": begin, "eos_token_id": end, "pad_token_id": None}
 
 
 def token_ids(path: Path) -> dict[str, int]:
@@ -105,6 +108,16 @@ def token_ids(path: Path) -> dict[str, int]:
         return {**vocabulary, **added}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{path} is not a file of the tokenizers library: {error}") from error
+
+
+def _begin(path: Path) -> str | None:
+    """The token that the tokenizer's template puts before a text: ``transformers`` looks at nothing else."""
+    processor = _table(path).get("post_processor") or {}
+    for step in (processor, *processor.get("processors", ())):
+        for first in step.get("single", ())[:1]:
+            if "SpecialToken" in first:
+                return str(first["SpecialToken"]["id"])
+    return None
 
 
 def _end(folder: Path, config: Mapping[str, Any], vocabulary: Mapping[str, int]) -> str | None:

@@ -12,6 +12,7 @@ import click
 from forge_core.commands.json_output import json_option, print_json
 from forge_core.config.describe import printable
 from forge_core.errors import ConfigError
+from forge_plugins_inference.prompt import prompt_ids
 
 if TYPE_CHECKING:
     from forge_core.contracts.model import GenerativeModel
@@ -129,8 +130,7 @@ def generate(
         return
 
     def follow(texts: list[str]) -> list[str]:
-        # an empty prompt starts where documents start: after the end of the one before
-        ids = [tokenizer.encode(text).tolist() or [tokenizer.end_of_document] for text in texts]
+        ids = [prompt_ids(tokenizer, text) for text in texts]
         completions = sample(model, ids, stop=None if ignore_end else tokenizer.end_of_document, **settings)
         return [tokenizer.decode(completion) for completion in completions]
 

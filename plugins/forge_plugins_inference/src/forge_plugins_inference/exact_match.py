@@ -13,6 +13,7 @@ from forge_core.contracts.tokenizer import Tokenizer
 from forge_core.errors import ConfigError
 from forge_plugins_inference.config import ExactMatchConfig
 from forge_plugins_inference.generate_in_layout import generate_in_layout
+from forge_plugins_inference.prompt import prompt_ids
 
 
 @attrs.frozen
@@ -34,7 +35,7 @@ class ExactMatch(Evaluation):
         self._tokenizer = tokenizer
         self._config = config
         self._questions = read_questions(Path(config.path).expanduser())[: config.samples or None]
-        self._prompts = [tokenizer.encode(one.prompt).tolist() for one in self._questions]
+        self._prompts = [prompt_ids(tokenizer, one.prompt) for one in self._questions]
         for number, prompt in enumerate(self._prompts, start=1):
             if len(prompt) + config.max_new_tokens > seq_len:
                 raise ConfigError(
