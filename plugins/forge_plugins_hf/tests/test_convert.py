@@ -48,6 +48,7 @@ LLAMA3 = {
 }
 GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 5}
 OLD = {key: value for key, value in SHAPE.items() if key != "num_key_value_heads"}
+BF16 = ["--dtype", "bf16"]
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 MODELS = {
     "llama": lambda: transformers.LlamaConfig(**SHAPE, rope_theta=5000.0),
@@ -397,6 +398,39 @@ def test_a_model_without_a_tokenizer_is_said_to_have_none(tmp_path, capfd):
     source = str(tmp_path / "ours" / "checkpoint")
     assert main(["convert", source, "--to", "huggingface", "--out", str(tmp_path / "back")]) == 0
     assert capfd.readouterr().out.endswith("/checkpoint, without a tokenizer.json, as the run has none\n")
+
+
+@pytest.mark.parametrize(("there", "back"), [(BF16, []), ([], BF16)])
+def test_biases_that_choose_experts_stay_fp32_in_a_model_in_bf16_as_in_transformers(there, back, tmp_path):
+    model = made("deepseek_v3", tmp_path / "hf")
+    for name, buffer in model.named_buffers():
+        if name.endswith("correction_bias"):
+            buffer.uniform_(2, 3)
+    model.save_pretrained(tmp_path / "hf")
+    rounded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.bfloat16)
+    rounded.save_pretrained(tmp_path / "theirs")
+
+    assert main(["convert", str(tmp_path / "hf"), "--to", "forge", "--out", str(tmp_path / "ours"), *there]) == 0
+    source = str(tmp_path / "ours/checkpoint")
+    assert main(["convert", source, "--to", "huggingface", "--out", str(tmp_path / "back"), *back]) == 0
+
+    expected, found = (load_file(tmp_path / name / "model.safetensors") for name in ("theirs", "back"))
+    assert {name: one.dtype for name, one in found.items()} == {name: one.dtype for name, one in expected.items()}
+    assert all(torch.equal(found[name], one) for name, one in expected.items())
+
+
+def test_a_checkpoint_in_bf16_is_one_of_a_job_whose_parameters_are(tmp_path, capfd):
+    model = made("llama", tmp_path / "hf")
+
+    assert main(["convert", str(tmp_path / "hf"), "--to", "forge", "--out", str(tmp_path / "ours"), *BF16]) == 0
+
+    ours = loaded(tmp_path / "ours/checkpoint")
+    assert ours.model.embed.weight.dtype == torch.bfloat16
+    assert torch.equal(ours.model.embed.weight, model.state_dict()["model.embed_tokens.weight"].bfloat16())
+    job = tomllib.loads((tmp_path / "ours/train.toml").read_text())
+    assert job["train"]["precision"] == ours.job.train.precision == "bf16_pure"
+    shutil.rmtree(tmp_path / "ours")
+    assert "--dtype fp16: no checkpoint has parameters in fp16" in refused(tmp_path / "hf", capfd, "--dtype", "fp16")
 
 
 @pytest.mark.slow

@@ -96,7 +96,7 @@ def convert(
         idle = "--config-only: a run that reads SOURCE itself needs all of it" if config_only else f"--to {direction}"
         raise ConfigError(f"--leave-out has no effect with {idle}")
     if direction == "forge":
-        _refuse_idle(weights, architecture, config_only=config_only, has_dtype=chosen is not None)
+        _refuse_idle(weights, architecture, config_only=config_only, dtype=dtype)
         architecture, n_parameters = to_forge(
             folder_of(source),
             out,
@@ -130,7 +130,7 @@ def convert(
     click.echo(f"wrote {out}: {architecture}, from {checkpoint.path}{wordless}")
 
 
-def _refuse_idle(weights: Weights | None, architecture: str | None, *, config_only: bool, has_dtype: bool) -> None:
+def _refuse_idle(weights: Weights | None, architecture: str | None, *, config_only: bool, dtype: str | None) -> None:
     """
     Raises:
         ConfigError: an option is given that does nothing with ``--to forge``.
@@ -141,5 +141,7 @@ def _refuse_idle(weights: Weights | None, architecture: str | None, *, config_on
         raise ConfigError("--weights is about a checkpoint, and has no effect with --to forge")
     if architecture:
         raise ConfigError("--architecture has no effect with --to forge: config.json names the architecture")
-    if config_only and has_dtype:
+    if config_only and dtype:
         raise ConfigError("--dtype is about what is written, and has no effect with --config-only")
+    if dtype == "fp16":
+        raise ConfigError("--dtype fp16: no checkpoint has parameters in fp16; with --to forge take fp32 or bf16")

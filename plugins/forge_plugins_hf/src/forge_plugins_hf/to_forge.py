@@ -46,7 +46,7 @@ def to_forge(
 
     Args:
         folder: with ``config.json``, safetensors and, if there is one, ``tokenizer.json``.
-        dtype: of the checkpoint.
+        dtype: of the parameters: fp32, or bf16 for ``train.precision = "bf16_pure"``, which the job then has.
         say: is told of keys and tensors that are left out.
         config_only: write ``out/train.toml`` alone, for a run that reads the folder itself.
         leave_out: patterns of names of tensors to do without, such as ``vision_tower.*``.
@@ -76,7 +76,7 @@ def to_forge(
     kept = folder if config_only else out / CHECKPOINT / "tokenizer"
     data = layout.data_table(config, token_ids(folder / FILE))
     try:
-        job = _job(table, data, tokenizer, kept / FILE, out, installed)
+        job = _job(table, data, tokenizer, kept / FILE, out, installed, is_pure=dtype == torch.bfloat16)
     except ConfigError as error:  # which begins with a file and a line that the user has never seen
         sentence = re.sub(r"^\S*\.toml(:\d+)?: ", "", str(error), flags=re.MULTILINE)
         raise ConfigError(f"{folder / 'config.json'} means a model that is refused: {sentence}") from error
@@ -97,7 +97,7 @@ def to_forge(
     def make(key: str) -> torch.Tensor:
         recipe, like = recipes[key.removeprefix("model.")], shapes[key.removeprefix("model.")]
         made = recipe.make(*(shards.read(name) for name in recipe.reads))
-        return made.to(dtype if like.is_floating_point() else like.dtype)
+        return made.to(like.dtype)
 
     def write_more(unfinished: Path) -> None:
         (unfinished / "job.toml").write_text(dump_job(job), encoding="utf-8")
@@ -107,12 +107,7 @@ def to_forge(
     saved = {"tokenizer": {**tokenizer, "path": FILE}} if tokenizer is not None else {}
     write_checkpoint(
         out / CHECKPOINT,
-        {
-            f"model.{name}": torch.empty(
-                one.shape, dtype=dtype if one.is_floating_point() else one.dtype, device="meta"
-            )
-            for name, one in shapes.items()
-        },
+        {f"model.{name}": one for name, one in shapes.items()},
         make,
         state={
             "step": 0,
@@ -141,12 +136,15 @@ def _job(
     kept: Path,
     out: Path,
     catalog: Catalog,
+    *,
+    is_pure: bool,
 ) -> Job:
     """A job to go on from, whose data are the user's to choose.
 
     Args:
         text: keys of ``[data]``, where there is a tokenizer.
         kept: the tokenizer's file, as the run is to read it.
+        is_pure: parameters are in bf16.
     """
     import tomli_w
 
@@ -157,7 +155,8 @@ def _job(
     job = {
         "model": dict(table),
         "data": data,
-        "train": {"steps": 1000, "seq_len": min(_SEQ_LEN, table.get("max_seq_len", _SEQ_LEN))},
+        "train": {"steps": 1000, "seq_len": min(_SEQ_LEN, table.get("max_seq_len", _SEQ_LEN))}
+        | ({"precision": "bf16_pure"} if is_pure else {}),
         "optimizer": {"name": "adamw", "lr": 1e-5},
     }
     with TemporaryDirectory() as name:

@@ -35,7 +35,7 @@ def to_huggingface(
     """Write ``config.json``, safetensors, and the tokenizer's files into a new folder. Adapters are folded in.
 
     Args:
-        dtype: of the files; ``None``: that of the checkpoint.
+        dtype: of the parameters; ``None``: that of the checkpoint. Buffers are fp32, as ``transformers`` has them.
         weights: as ``TrainedModel.of`` takes them.
         say: is told where the architecture is not that of the model that was downloaded.
         architecture: as ``TrainedModel.of`` takes it.
@@ -62,9 +62,11 @@ def to_huggingface(
     def make(name: str) -> torch.Tensor:
         return recipes[name].make(*map(model.read, recipes[name].reads))
 
-    described = [
-        Described(name, recipe.make(*on_meta(shapes, recipe.reads)).shape, kept) for name, recipe in recipes.items()
-    ]
+    def described_by(name: str, recipe: Recipe) -> Described:
+        own = kept if model.buffers.isdisjoint(recipe.reads) else torch.float32
+        return Described(name, recipe.make(*on_meta(shapes, recipe.reads)).shape, own)
+
+    described = [described_by(name, recipe) for name, recipe in recipes.items()]
     tokens = special_tokens(tokenizer, model.state)
     table = {**tokens, **model.table, "torch_dtype": _NAMES[kept], **({INCLUDE: [*include]} if include else {})}
     if "text_config" in table:

@@ -41,6 +41,8 @@ class TrainedModel:
     """How each of their tensors is made of ours."""
     folded: Mapping[str, Folded]
     """The weights that passes have added parameters to."""
+    buffers: Collection[str]
+    """Tensors that are no parameters, such as the biases by which experts are chosen."""
     origin: str | None
     """The architecture of the model that was downloaded, if that can be found out."""
     _keys: Mapping[str, str]
@@ -66,7 +68,7 @@ class TrainedModel:
         installed = catalog_of(job, catalog)
         build = ComponentBuilder(installed)
         state = checkpoint.state()
-        build_within(checkpoint, job, state["vocab_size"], build)  # refuses what does not fit it
+        own = build_within(checkpoint, job, state["vocab_size"], build)  # refuses what does not fit it
         config = with_multipliers(job, build).config
         origin = _origin(job, state)
         layout, table = _layout(config, state["vocab_size"], origin, installed, architecture)
@@ -75,7 +77,8 @@ class TrainedModel:
         if missing := sorted({name for recipe in recipes.values() for name in recipe.reads} - keys.keys()):
             raise ConfigError(f"{checkpoint.path} has no tensor {missing[0]}, which a conversion needs")
         folded = folded_weights(job, checkpoint, build, installed)
-        return cls(checkpoint, job, state, table, recipes, folded, origin, keys)
+        buffers = {name for name, _ in own.named_buffers()}
+        return cls(checkpoint, job, state, table, recipes, folded, buffers, origin, keys)
 
     @property
     def shapes(self) -> Mapping[str, torch.Size]:
@@ -85,9 +88,9 @@ class TrainedModel:
 
     @property
     def dtypes(self) -> set[torch.dtype]:
-        """All that there are."""
+        """All that parameters have."""
         entries = self.checkpoint.saved_tensors()
-        return {entries[key].properties.dtype for key in self._keys.values()}
+        return {entries[key].properties.dtype for name, key in self._keys.items() if name not in self.buffers}
 
     def stored(self, name: str) -> torch.Tensor:
         """A tensor, whole, on the CPU."""
