@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import peft
 import pytest
 import torch
 import transformers
@@ -352,6 +353,34 @@ def test_a_run_begins_with_a_folder_or_with_the_connector_of_one(converted, tmp_
 
     assert main(["convert", "runs/hf", "--to", "huggingface", "--out", "trained"]) == 0
     transformers.LlavaForConditionalGeneration.from_pretrained("trained")
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft's
+@pytest.mark.parametrize("kind", ["llava", "mllama", "smolvlm"])
+def test_adapters_are_given_away_for_the_layers_that_transformers_has_in_memory(kind, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    made(kind, tmp_path / "hf")
+    assert main(["convert", "hf", "--to", "forge", "--out", "ours", "--config-only"]) == 0
+    (tmp_path / "pictures").mkdir()
+    for number in range(4):
+        Image.new("RGB", (40, 32), (30 * number, 0, 0)).save(f"pictures/{number}.png")
+        (tmp_path / "pictures" / f"{number}.txt").write_text("w8 w9")
+    settings = ["data.path=pictures", "data.format=captions", "train.steps=2", "train.seq_len=32", "train.batch_size=2"]
+    settings += ["train.precision=fp32", "run.device=cpu", "eval.interval=0", "optimizer.lr=1e-2"]
+    assert main(["run", "ours/train.toml", *settings, "parallel.passes.lora.rank=2", "run.name=tuned"]) == 0
+
+    for to in ("huggingface", "peft"):
+        assert main(["convert", "runs/tuned", "--to", to, "--out", to]) == 0
+
+    base, folded = map(transformers.AutoModelForImageTextToText.from_pretrained, ("hf", "huggingface"))
+    adapted = peft.PeftModel.from_pretrained(base, "peft")
+    tokens = torch.arange(8, 20)[None]
+    with torch.no_grad(), adapted.disable_adapter():
+        before = base(tokens).logits
+    with torch.no_grad():
+        expected, found = folded(tokens).logits, adapted(tokens).logits
+    assert (expected - before).abs().max() > 1e-3
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_a_part_of_a_model_is_no_model(converted, tmp_path, capfd):

@@ -33,6 +33,8 @@ class VisionLanguageLayout(WeightLayout):
     """What ``config.json`` calls the token that stands for an image."""
     decoder: ClassVar[Mapping[str, str]]
     """Beginnings of names in a model for text alone, and here."""
+    remembered: ClassVar[Mapping[str, str]] = {}
+    """Beginnings of names that are written, and the ones in memory, of the decoder, where they differ."""
     families: ClassVar[Collection[str]] = tuple(FAMILIES)
     """The decoders that it may have."""
     input_tokens: ClassVar[int] = 0
@@ -133,6 +135,9 @@ class VisionLanguageLayout(WeightLayout):
             **self.pictures(config_json, table),
             **({} if found is None else {"placeholder": found}),
         }
+
+    def in_memory(self, name: str) -> str:
+        return _renamed(name, self.remembered)
 
     def misfit(self, table: Mapping[str, Any], folder: Path) -> str | None:
         found = read_normalisation(folder, self.normalisation(table))

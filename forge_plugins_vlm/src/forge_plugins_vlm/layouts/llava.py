@@ -31,6 +31,7 @@ class LlavaLayout(VisionLanguageLayout):
     model_type = "llava"
     has_newline: ClassVar[bool] = False
     decoder: ClassVar[Mapping[str, str]] = {"model.": "language_model.model.", "lm_head.": "language_model.lm_head."}
+    remembered: ClassVar[Mapping[str, str]] = {"language_model.model.": "model.language_model."}
     older: ClassVar[Mapping[str, str]] = {
         # transformers 5 writes the tower so
         "vision_tower.": f"{_TOWER}.",

@@ -61,6 +61,7 @@ class MllamaLayout(VisionLanguageLayout):
     families = ("llama",)
     input_tokens = 8
     decoder: ClassVar[Mapping[str, str]] = {"model.": "language_model.model.", "lm_head.": "language_model.lm_head."}
+    remembered: ClassVar[Mapping[str, str]] = {"language_model.model.": "model.language_model."}
     older: ClassVar[Mapping[str, str]] = {
         # as transformers 5 calls them in memory
         "lm_head.": "language_model.lm_head.",

@@ -48,7 +48,7 @@ def to_peft(
         if adapted := [name for name in recipe.reads if name in adapters]:
             adapter = adapters[adapted[0]]
             _, up, down = map(model.stored, adapter.reads)
-            module = theirs.removesuffix(".weight")
+            module = model.layout.in_memory(theirs).removesuffix(".weight")
             tensors[f"base_model.model.{module}.lora_A.weight"] = down
             tensors[f"base_model.model.{module}.lora_B.weight"] = _rows(theirs, recipe, up, down, model.table)
             sizes[module] = len(down), float(adapter.scale or 0) * len(down)

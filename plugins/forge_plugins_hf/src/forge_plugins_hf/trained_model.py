@@ -37,6 +37,7 @@ class TrainedModel:
     state: Mapping[str, Any]
     table: Mapping[str, Any]
     """The content of ``config.json``."""
+    layout: WeightLayout
     recipes: Mapping[str, Recipe]
     """How each of their tensors is made of ours."""
     folded: Mapping[str, Folded]
@@ -78,7 +79,7 @@ class TrainedModel:
             raise ConfigError(f"{checkpoint.path} has no tensor {missing[0]}, which a conversion needs")
         folded = folded_weights(job, checkpoint, build, installed)
         buffers = {name for name, _ in own.named_buffers()}
-        return cls(checkpoint, job, state, table, recipes, folded, buffers, origin, keys)
+        return cls(checkpoint, job, state, table, layout, recipes, folded, buffers, origin, keys)
 
     @property
     def shapes(self) -> Mapping[str, torch.Size]:

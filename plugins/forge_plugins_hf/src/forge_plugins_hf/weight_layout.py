@@ -113,6 +113,10 @@ class WeightLayout(ABC):
     def to_huggingface(self, config: Any) -> Mapping[str, Recipe]:
         """How each of their tensors is made of ours."""
 
+    def in_memory(self, name: str) -> str:
+        """A tensor of their files, as ``transformers`` calls it in memory. Adapters of PEFT go by that."""
+        return name
+
     def misfit(self, table: Mapping[str, Any], folder: Path) -> str | None:
         """A sentence about what files beside ``config.json`` say and our model does otherwise, such as how pixels are
         normalised; ``None``: there is nothing.
