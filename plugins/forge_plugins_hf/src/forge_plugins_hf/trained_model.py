@@ -42,7 +42,7 @@ class TrainedModel:
     """How each of their tensors is made of ours."""
     folded: Mapping[str, Folded]
     """The weights that passes have added parameters to."""
-    buffers: Collection[str]
+    buffers: frozenset[str]
     """Tensors that are no parameters, such as the biases by which experts are chosen."""
     origin: str | None
     """The architecture of the model that was downloaded, if that can be found out."""
@@ -78,7 +78,7 @@ class TrainedModel:
         if missing := sorted({name for recipe in recipes.values() for name in recipe.reads} - keys.keys()):
             raise ConfigError(f"{checkpoint.path} has no tensor {missing[0]}, which a conversion needs")
         folded = folded_weights(job, checkpoint, build, installed)
-        buffers = {name for name, _ in own.named_buffers()}
+        buffers = frozenset(name for name, _ in own.named_buffers())
         return cls(checkpoint, job, state, table, layout, recipes, folded, buffers, origin, keys)
 
     @property
