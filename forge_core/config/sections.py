@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import attrs
-from attrs.validators import ge, gt, in_, lt, optional, or_
+from attrs.validators import ge, gt, in_, le, lt, optional, or_
 
 from forge_core.config.time_limit import DEFAULT_LEAD, is_time_limit, lead_problem, seconds_of
 from forge_core.contracts.component_ref import ComponentRef
@@ -61,17 +61,17 @@ class RunSection:
     stop_before_end: float | None = attrs.field(default=None, validator=optional(gt(0)))
     """Seconds before ``time_limit``, or before the end of a cluster's job, at which the run saves and stops; 120 by
     default. They must hold a step and a checkpoint: a save that takes more than half of them moves the stop forward."""
-    first_step_timeout: float = attrs.field(default=1800.0, validator=gt(0))
+    first_step_timeout: float = attrs.field(default=1800.0, validator=[gt(0), le(10**9)])
     """Seconds that a rank waits for the others until its first step is done: for them to start, to build, to read a
     checkpoint, to compile."""
-    step_timeout: float = attrs.field(default=600.0, validator=gt(0))
+    step_timeout: float = attrs.field(default=600.0, validator=[gt(0), le(10**9)])
     """The same from then on. A rank that makes the others wait longer is given up, and the run ends with exit code 5;
     so is one that gets no further for so long by itself, through a step, a batch of an evaluation, a callback: with
     several ranks, or with ``supervisor``."""
     supervisor: Annotated[ComponentRef | None, Slot("supervisor")] = None
     """Names a rank that is lost, in a run on several ranks; by default ``peers``, where that is installed. One process
     alone, too, is ended where it hangs, if this is set."""
-    trackers_timeout: float = attrs.field(default=60.0, validator=gt(0))
+    trackers_timeout: float = attrs.field(default=60.0, validator=[gt(0), le(10**9)])
     """Seconds that the start waits for each tracker to be ready, a checkpoint for those with state to be done with
     their lines, and the end of the run for all of them."""
 
@@ -207,7 +207,7 @@ class CheckpointSection:
     on_failure: Literal["continue", "stop"] = "continue"
     """The reaction to a checkpoint that cannot be written (a full disk): say so and train on, or end the run. The
     one at the end of a run has to be written in any case."""
-    timeout: float = attrs.field(default=1800.0, validator=gt(0))
+    timeout: float = attrs.field(default=1800.0, validator=[gt(0), le(10**9)])
     """Seconds that a rank waits for the others while a checkpoint is written, and the end of the run for the mirror."""
     mirror: Annotated[ComponentRef | None, Slot("checkpoint_mirror", default="fsspec", text_key="url")] = None
     """A second place for checkpoints, a path or a URL (``s3://bucket/runs``), to which each is copied in the background

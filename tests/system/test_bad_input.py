@@ -24,6 +24,13 @@ OVERRIDES = {
         [f"train.steps={'9' * 400}"],
         "expected an integer of at most 64 bits, got one of 1329",
     ),
+    "a timeout that no clock can hold": (
+        ["checkpoint.timeout=1e308"],
+        "checkpoint.timeout: must be at most 1000000000, got 1e+308",
+    ),
+    "steps that are waited for for ever": (["run.step_timeout=1e10"], "run.step_timeout: must be at most 1000000000"),
+    "trackers that are waited for for ever": (["run.trackers_timeout=1e300"], "run.trackers_timeout: must be at most"),
+    "ranks that are waited for for ever": (["run.first_step_timeout=1e13"], "run.first_step_timeout: must be at most"),
     "a null character": (['run.dir="a\\u0000b"'], "run.dir: cannot hold a null character"),
     "an entry of an array that has none": (
         ["optimizer.groups.0.lr_scale=0.5"],
