@@ -197,7 +197,7 @@ def notes(job: Job, catalog: Catalog) -> list[str]:
             words = f"{one.distribution.removeprefix(PROVIDER)} imports {', '.join(one.heavy)}"
             lines.append(f"plugins.files: {words}, which took {one.import_seconds:.1f} s")
     for path, use in components(job):
-        if hasattr(use.config, "notes"):
+        if callable(getattr(use.config, "notes", None)):
             with output_of(use.provider):
                 said = [*use.config.notes(job)]
             lines += [f"{key_text(_written((*path, *key_path(key)), job))}: {sentence}" for key, sentence in said]
@@ -440,7 +440,7 @@ def _data_phase_problems(job: Job) -> Iterator[Problem]:
 def _component_problems(path: KeyPath, use: ComponentRef, job: Job, catalog: Catalog) -> list[Problem]:
     """The component's own problems with the job."""
     check = getattr(use.config, "check", None)
-    if check is None:
+    if not callable(check):  # there is none, or it is a key
         return []
     more = {"catalog": catalog} if takes(check, "catalog") else {}
     try:

@@ -195,7 +195,7 @@ class _StrictConverter(Converter):
         written: Mapping[str, str] = {}
         try:
             with output_of(provided.plugin.distribution):
-                if hasattr(cls, "expand"):
+                if hasattr(cls, "expand") and callable(cls.expand):  # it may be a key
                     keys, written = cls.expand(keys)
                 return self.structure(keys, cls), {**written, **shorthand}
         except InvalidError as error:
@@ -378,10 +378,10 @@ def config_class(provided: CatalogEntry, kind: Kind) -> tuple[type, frozenset[st
         except PluginError as error:
             raise PluginError(f"{plugin}: {error}") from error
     cls = load_reference(component.config, what=what, owner=str(plugin))
-    if not isinstance(cls, type) or not attrs.has(cls):
-        raise PluginError(
-            f"{plugin}: {what} '{component.config}' is not an attrs class. This is a bug in {plugin.distribution}."
-        )
+    has_keys = isinstance(cls, type) and attrs.has(cls)
+    if not has_keys or any(field.init and field.alias == "name" for field in attrs.fields(cls)):
+        why = "has a field 'name', the key that chooses the component" if has_keys else "is not an attrs class"
+        raise PluginError(f"{plugin}: {what} '{component.config}' {why}. This is a bug in {plugin.distribution}.")
     return cls, None
 
 

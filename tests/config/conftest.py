@@ -143,6 +143,18 @@ class CrashingConfig:
 
 
 @attrs.frozen(kw_only=True)
+class ReviewedConfig:
+    check: bool = True
+    notes: str = ""
+    expand: int = 1
+
+
+@attrs.frozen(kw_only=True)
+class NamedConfig:
+    name: str = "mine"
+
+
+@attrs.frozen(kw_only=True)
 class UnresolvableConfig:
     mesh: Unknown | None = None  # type: ignore[name-defined]  # noqa: F821  # this is what it is for
 
@@ -175,6 +187,8 @@ def catalog() -> Catalog:
         ("warm_start", component("tensors")),
         ("callback", component("progress", "ProgressConfig")),
         ("callback", component("crashing", "CrashingConfig")),
+        ("callback", component("reviewed", "ReviewedConfig")),
+        ("callback", component("named", "NamedConfig")),
     )
     moe = (
         ("feed_forward", component("moe", "MoEConfig")),

@@ -12,7 +12,7 @@ import pytest
 
 from forge_core.config.problems import ConfigProblems
 from forge_core.errors import ConfigError
-from forge_core.job import components, deprecations, dump_job, job_table, load_job
+from forge_core.job import components, deprecations, dump_job, job_table, load_job, notes
 from forge_core.registry.catalog import Catalog
 from forge_core.registry.discovery import discover
 
@@ -255,6 +255,19 @@ def test_a_check_that_crashes_is_named_as_its_plugins_bug(complaint):
     assert "This is a bug in standard." in message
 
 
+def test_keys_may_be_called_as_the_methods_of_a_config_class(load, catalog):
+    job = load('callbacks=[{name = "reviewed", check = false, notes = "draft", expand = 2}]')
+
+    assert notes(job, catalog) == []
+    assert job_table(job)["callbacks"] == [{"name": "standard:reviewed", "check": False, "notes": "draft", "expand": 2}]
+
+
+def test_a_key_that_would_be_lost_beside_the_name_of_the_component_is_its_plugins_bug(complaint):
+    message = complaint('callbacks=["named"]')
+
+    assert "has a field 'name', the key that chooses the component. This is a bug in standard." in message
+
+
 def test_deprecated_components_are_noted(load, catalog):
     job = load("optimizer.name=adam-w", "optimizer.lr=1")
 
@@ -414,7 +427,7 @@ BAD = [
     ("parallel.passes.fsdp = 3", "parallel.passes.fsdp: expected a table with name"),
     ("callbacks = {name = 'progress'}", "callbacks: expected an array, got a table"),
     ("callbacks = [{name = 3}]", "callbacks[0].name: expected a string, got the integer 3"),
-    ("callbacks = [{}]", 'callbacks[0]: needs name = "..." naming a callback; available: crashing, progress'),
+    ("callbacks = [{}]", 'callbacks[0]: needs name = "..." naming a callback; available: crashing, named'),
     # ranges
     ("train.steps = 0", "train.steps: must be greater than 0, got 0"),
     ("train.clip_norm = -1", "train.clip_norm: must be at least 0, got -1.0"),
