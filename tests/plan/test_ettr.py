@@ -359,7 +359,7 @@ def test_a_step_whose_time_cannot_be_planned_has_to_be_given(plan, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["--ettr", "--step-seconds", "1"], "Missing option '--world-size'"),
+        (["--ettr", "--step-seconds", "1"], "--world-size N is needed"),
         (["--world-size", "8", "--ettr"], "--ettr needs the time of a step: give --step-seconds S, or --gpu NAME"),
         (["--world-size", "8", "--step-seconds", "1"], "--step-seconds has no effect without --ettr"),
         (["--world-size", "8", "--step-seconds", "0"], "--step-seconds has no effect without --ettr"),

@@ -177,7 +177,7 @@ def test_muon_on_everything_is_refused() -> None:
 def test_muon_on_kernels_of_convolutions_is_refused_with_what_keeps_them_out() -> None:
     kernel = NamedParameter("stem.weight", nn.Parameter(torch.zeros(4, 3, 2, 2)), "matrix")
 
-    with pytest.raises(ConfigError, match=r"stem\.weight \(matrix \(4, 3, 2, 2\)\)\. .*by patterns of its group"):
+    with pytest.raises(ConfigError, match=r"stem\.weight \(matrix \(4, 3, 2, 2\)\)\. .*with patterns for muon"):
         make(BY_ROLE, [*drawn(), kernel])
     make([{**BY_ROLE[0], "patterns": ["blocks.*"]}, {"optimizer": ADAMW}], [*drawn(), kernel])
 

@@ -118,5 +118,7 @@ def _refuse_others(parameters: Sequence[NamedParameter]) -> None:
         named = ", ".join(f"{one.name} ({one.role} {tuple(one.parameter.shape)})" for one in others[:3])
         advice = MUON_ALONE
         if all(one.role in MATRIX_ROLES for one in others):  # kernels of convolutions
-            advice = 'It takes 2 or 3 dimensions; keep others out by patterns of its group, such as ["blocks.*"]'
+            advice = (
+                "It takes 2 or 3 dimensions. Use optimizer 'grouped' with patterns for muon, such as [\"blocks.*\"]"
+            )
         raise ConfigError(f"optimizer: muon was given {named}{and_more(len(others), 3)}. {advice}.")
