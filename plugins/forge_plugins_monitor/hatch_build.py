@@ -24,6 +24,7 @@ LEFT_OUT = (
     *("hooks/forge_evaluations.md", "hooks/forge_feed_forwards.md", "write-a-router.md", "write-an-optimizer.md"),
     *("replicas.md", "stores.md", "write-a-mirror.md", "write-a-mixer.md", "write-an-encoder.md"),
     *("chat.md", "freezing.md", "optimizers.md", "hooks/forge_data_sources.md", "hooks/forge_losses.md"),
+    *("hooks/forge_callbacks.md", "hooks/forge_trackers.md"),
 )
 """Pages for those who work on Forge itself, who have a checkout; and pages that few need, beside those of their
 hooks: all wheels together have 2 MB. ``pages/library.py`` leaves the same ones out."""
