@@ -10,7 +10,8 @@ import click
 
 from forge_core.commands.json_output import json_option, print_json
 from forge_core.errors import ConfigError
-from forge_plugins_interp.tidy_table import refuse_no_folder, write_csv, writing
+from forge_plugins_interp.out_option import refuse_no_folder, writing
+from forge_plugins_interp.tidy_table import write_csv
 
 
 @attrs.frozen(kw_only=True)

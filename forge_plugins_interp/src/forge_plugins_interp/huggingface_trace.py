@@ -29,8 +29,8 @@ from forge_core.registry.catalog import Catalog
 from forge_core.train.sources import data_seed, entries_of, open_source
 from forge_plugins_interp.aliases import canonical_site
 from forge_plugins_interp.fingerprint import Fingerprint, add_samples
+from forge_plugins_interp.out_option import writing
 from forge_plugins_interp.site_pattern import matches
-from forge_plugins_interp.tidy_table import writing
 from forge_plugins_interp.trace_comparison import FILE, trace_lines
 
 Batch = dict[str, torch.Tensor]

@@ -11,8 +11,9 @@ import click
 
 from forge_core.commands.json_output import json_option, print_json
 from forge_core.errors import ConfigError
+from forge_plugins_interp.out_option import look_at_out, save_results
 from forge_plugins_interp.site_pattern import listed
-from forge_plugins_interp.tidy_table import Row, look_at_out, save_results
+from forge_plugins_interp.tidy_table import Row
 
 if TYPE_CHECKING:
     import torch

@@ -13,7 +13,8 @@ import click
 
 from forge_core.commands.json_output import json_option, print_json
 from forge_core.errors import ConfigError, nearest_hint
-from forge_plugins_interp.tidy_table import look_at_out, read_csv, save_results
+from forge_plugins_interp.out_option import look_at_out, save_results
+from forge_plugins_interp.tidy_table import read_csv
 
 if TYPE_CHECKING:
     from forge_plugins_interp.probes.probe import Labelled

@@ -11,7 +11,7 @@ import click
 
 from forge_core.commands.json_output import json_option, print_json
 from forge_core.errors import ConfigError, nearest_hint
-from forge_plugins_interp.tidy_table import look_at_out, save_results
+from forge_plugins_interp.out_option import look_at_out, save_results
 
 if TYPE_CHECKING:
     import numpy as np

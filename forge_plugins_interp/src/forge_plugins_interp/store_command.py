@@ -10,7 +10,7 @@ import click
 
 from forge_core.commands.json_output import json_option, print_json
 from forge_core.errors import ConfigError
-from forge_plugins_interp.tidy_table import look_at_out, refuse_no_folder, save_results
+from forge_plugins_interp.out_option import look_at_out, refuse_no_folder, save_results
 
 
 @attrs.frozen(kw_only=True)

@@ -15,8 +15,8 @@ import click
 
 from forge_core.commands.json_output import json_option, print_json
 from forge_core.errors import ConfigError, ExitCode, and_more
+from forge_plugins_interp.out_option import look_at_out, save_results, writing
 from forge_plugins_interp.site_pattern import listed
-from forge_plugins_interp.tidy_table import look_at_out, save_results, writing
 
 if TYPE_CHECKING:
     from forge_plugins_interp.trace_comparison import Compared
