@@ -13,7 +13,7 @@ import numpy as np
 from forge_core.contracts.tokenizer import Tokenizer
 from forge_core.errors import ConfigError
 from forge_plugins_data.answers import learned_tokens
-from forge_plugins_data.encoding import valid_text
+from forge_plugins_data.encoding import begun, valid_text
 from forge_plugins_vlm.contracts.image_processor import Layout
 from forge_plugins_vlm.data.references import Reference
 from forge_plugins_vlm.data.writing import Written
@@ -111,7 +111,6 @@ class Encoder:
 
     def __init__(self, tokenizer: Tokenizer, *, placeholder: str, tokens_a_tile: int, one_token_an_image: bool) -> None:
         self._tokenizer = tokenizer
-        self._begin = getattr(tokenizer, "begin_of_document", None)
         self._placeholder = placeholder
         self._tokens_a_tile = tokens_a_tile
         self._is_one_token = one_token_an_image
@@ -139,7 +138,8 @@ class Encoder:
         slots: list[np.ndarray] = []
         placed: list[Placed] = []
         if self._must_begin(text):
-            tokens, learned, slots = [np.array([self._begin])], [np.zeros(1, bool)], [np.array([TEXT])]
+            begin = self._tokenizer.begin_of_document  # type: ignore[attr-defined]  # it has one
+            tokens, learned, slots = [np.array([begin])], [np.zeros(1, bool)], [np.array([TEXT])]
         at, tiles = len(tokens), 0
         for start, stop, kind in self._pieces(text, written.ends):
             if kind == "image":
@@ -174,7 +174,8 @@ class Encoder:
 
     def _must_begin(self, text: str) -> bool:
         """Return whether the tokenizer has a token with which documents begin, and the text does not spell it."""
-        return self._begin is not None and self._tokenizer.encode(text)[:1].tolist() != [self._begin]
+        ids = self._tokenizer.encode(text)
+        return len(begun(self._tokenizer, ids)) > len(ids)
 
     def _pieces(self, text: str, ends: Sequence[int]) -> list[tuple[int, int, str]]:
         """Where texts, images and ends of documents stand, in order."""

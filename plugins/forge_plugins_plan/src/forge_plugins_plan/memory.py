@@ -72,6 +72,7 @@ class MemoryLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
         self.recorder = recorder
         self.phase = "parameters"
+        """The part of a build or a step that runs."""
         self._makes = self.phase
         """The category of what is made now, unless an operation says more."""
         self.vocabulary: frozenset[int] = frozenset()
