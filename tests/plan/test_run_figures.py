@@ -73,6 +73,23 @@ def test_a_line_that_the_run_is_writing_is_left_out(run):
     assert run_figures(run).lines == 3
 
 
+@pytest.mark.parametrize(
+    ("slower", "larger", "far"),
+    [(1.05, 0.95, ""), (1.2, 1.0, "time of a step"), (1.0, 0.8, "peak of rank 0")],
+)
+def test_more_than_a_tenth_above_or_below_the_plan_is_named(run, capfd, slower, larger, far):
+    assert main(["plan", str(run), "--gpu", "h200", "--json"]) == 0
+    plan = json.loads(capfd.readouterr().out)
+    seconds, gib = plan["time"]["seconds"] * slower, plan["stages"][0]["peak_bytes"] / 2**30 * larger
+    lines = [{"step": step, "step_seconds": seconds, "memory_gib": gib} for step in (1, 2)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    assert main(["plan", str(run), "--gpu", "h200"]) == 0
+
+    last = capfd.readouterr().out.splitlines()[-1]
+    assert last == f"  More than 10% off: {far}" if far else last.startswith("  peak of rank 0, GiB")
+
+
 def test_without_the_figures_of_a_machine_the_way_to_them_is_told(run, capfd, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "no-calibration"))
 
