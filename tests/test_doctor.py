@@ -21,6 +21,7 @@ from forge_plugins_monitor.doctor import gloo, gpus, network, plugins, software,
 from forge_plugins_monitor.doctor.together import merged
 from forge_plugins_monitor.plugin import forge_checks
 from forge_testing.json_output import json_of
+from free_ports import free_ports
 
 
 @pytest.fixture
@@ -257,9 +258,7 @@ def test_a_core_or_a_plugin_that_does_not_go_with_it_is_a_finding(make_distribut
 
 
 def test_under_a_launcher_all_ranks_are_measured_and_each_host_is_looked_at_once(tmp_path):
-    with socket.create_server(("localhost", 0)) as probe:
-        port = probe.getsockname()[1]
-    group = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    group = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_ports()), "OMP_NUM_THREADS": "1"}
     ranks = [
         fork_server.Popen(
             [sys.executable, "-m", "forge_core", "doctor", "--json"],

@@ -3,15 +3,14 @@
 import os
 import subprocess
 import sys
-from contextlib import closing
 from pathlib import Path
-from socket import socket
 
 import pytest
 import torch
 
 import fork_server
 from forge_core.checkpoint.store import CheckpointStore, whole_problem
+from free_ports import free_ports
 
 RANK = Path(__file__).with_name("saving_rank.py")
 
@@ -21,10 +20,7 @@ def start(tmp_path):
     processes = []
 
     def start(group):
-        with closing(socket()) as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        shared = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+        shared = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_ports()), "WORLD_SIZE": "2"}
         for rank in range(2):
             processes.append(
                 fork_server.Popen(

@@ -5,12 +5,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from socket import create_server
 
 import pytest
 
 import fork_server
 from forge_core.checkpoint.store import CheckpointStore, whole_problem
+from free_ports import free_ports
 
 RANKS = 3
 
@@ -19,9 +19,7 @@ RANKS = 3
 def test_one_that_is_too_slow_is_agreed_upon_and_those_after_it_are_written(tmp_path):
     """In the second save rank 0 is late, with the name alone, so that it is there in the end; in the fourth
     another one is late, and it is not."""
-    with create_server(("127.0.0.1", 0)) as probe:
-        port = str(probe.getsockname()[1])
-    shared = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    shared = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_ports())}
     ranks = [
         fork_server.Popen(
             [sys.executable, str(Path(__file__).with_name("stalling_rank.py")), str(tmp_path), "3"],

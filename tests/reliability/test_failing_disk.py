@@ -8,7 +8,6 @@ import json
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +16,7 @@ import pytest
 
 from faults.job import TOML
 from forge_core.checkpoint.store import CheckpointStore, whole_problem
+from free_ports import free_ports
 
 FAULTS = Path(__file__).with_name("faults")
 
@@ -86,9 +86,7 @@ def _faults(rank):
 @pytest.fixture
 def said(failing_disk, tmp_path, request):
     """By both ranks, which have ended."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = str(probe.getsockname()[1])
-    group = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    group = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_ports())}
     saves = CANNOT_BE_READ_IN + len(READING)
     ranks = [
         subprocess.Popen(

@@ -1,7 +1,7 @@
 """Many real ranks on one machine: processes that are forked once everything has been imported.
 
-    python forked_world.py FOLDER RANKS RANKS_A_NODE train TOML [SETTING …]
-    python forked_world.py FOLDER RANKS RANKS_A_NODE wait SECONDS
+    python forked_world.py FOLDER PORT RANKS RANKS_A_NODE train TOML [SETTING …]
+    python forked_world.py FOLDER PORT RANKS RANKS_A_NODE wait SECONDS
 
 ``train`` runs a job, and counts what each rank asks of others and of files. ``wait`` is the control plane alone: a
 supervisor and an all-reduce for a step, in which ranks can be killed. Ranks of a node share a temporary folder.
@@ -13,7 +13,6 @@ import contextlib
 import itertools
 import json
 import os
-import socket
 import sys
 import tempfile
 from collections import Counter
@@ -141,29 +140,26 @@ def wait(folder: Path, rank: int, seconds: str) -> int:
     return 5
 
 
-def go(folder: Path, rank: int, ranks: int, of_a_node: int, port: int) -> int:
+def go(folder: Path, port: str, rank: int, ranks: int, of_a_node: int) -> int:
     temporary = folder / f"node_{rank // of_a_node}"
     temporary.mkdir(exist_ok=True)
-    place = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "TMPDIR": str(temporary)}
+    place = {"MASTER_ADDR": "localhost", "MASTER_PORT": port, "TMPDIR": str(temporary)}
     tempfile.tempdir = None  # found out again, from the environment
     os.environ.update(place, RANK=str(rank), LOCAL_RANK=str(rank % of_a_node), WORLD_SIZE=str(ranks))
     for number, name in ((1, "out"), (2, "err")):
         os.dup2(os.open(folder / f"{rank}.{name}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
-    return {"train": train, "wait": wait}[sys.argv[4]](folder, rank, *sys.argv[5:])
+    return {"train": train, "wait": wait}[sys.argv[5]](folder, rank, *sys.argv[6:])
 
 
 if __name__ == "__main__":
-    where, n, n_of_a_node = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    where, n, n_of_a_node = Path(sys.argv[1]), int(sys.argv[3]), int(sys.argv[4])
     torch.set_num_threads(1)
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        free_port = probe.getsockname()[1]
     forked = []
     for number in range(n):
         if (process := os.fork()) == 0:
             code = 1
             try:
-                code = go(where, number, n, n_of_a_node, free_port)
+                code = go(where, sys.argv[2], number, n, n_of_a_node)
             except SystemExit as ended:  # a run that is stopped
                 code = int(ended.code or 0)
             finally:

@@ -21,6 +21,7 @@ from pathlib import Path
 import pytest
 
 import fork_server
+from free_ports import free_ports
 
 WORLD = Path(__file__).with_name("forked_world.py")
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "scale.md"
@@ -92,7 +93,7 @@ def counted(folder: Path, n: int, *, resumes: bool) -> Mapping[str, Mapping[str,
     (folder / "toy.toml").write_text(TOML.format(folder=folder))
     found: dict[str, dict[str, int]] = {"rank 0": {}, "first of a node": {}, "others": {}}
     for suffix, steps in (("", 4), (RESUMING, 8))[: 1 + resumes]:
-        command = [folder, n, OF_A_NODE, "train", folder / "toy.toml", f"train.steps={steps}"]
+        command = [folder, free_ports(), n, OF_A_NODE, "train", folder / "toy.toml", f"train.steps={steps}"]
         done = fork_server.run([sys.executable, WORLD, *map(str, command)], env=environment(), timeout=500)
         assert done.returncode == 0, (folder / "0.err").read_text()
         of_rank = [json.loads((folder / f"counts_{rank}.json").read_text()) for rank in range(n)]
@@ -174,7 +175,7 @@ LOST = [
     ],
 )
 def test_who_is_lost_among_many_ranks_is_named_by_all_others(tmp_path, lost, how, sentence, n):
-    command = [sys.executable, WORLD, tmp_path, n, 8, "wait", 20 if n > 32 else 8]
+    command = [sys.executable, WORLD, tmp_path, free_ports(), n, 8, "wait", 20 if n > 32 else 8]
     world = fork_server.Popen([*map(str, command)], env=environment(), start_new_session=True)
     try:
         deadline = time.monotonic() + 300
@@ -214,7 +215,7 @@ def test_a_run_that_loses_ranks_and_goes_on_with_fewer_has_one_unbroken_record(t
     def go(n, interrupt=None):
         """Start so many ranks; after three more steps, do something to their processes. Returns the exit code."""
         before = len(steps())
-        command = [sys.executable, WORLD, tmp_path, n, OF_A_NODE, "train", tmp_path / "toy.toml", *LIMITS]
+        command = [sys.executable, WORLD, tmp_path, free_ports(), n, OF_A_NODE, "train", tmp_path / "toy.toml", *LIMITS]
         world = fork_server.Popen([*map(str, command)], env=environment(), start_new_session=True)
         deadline = time.monotonic() + 400
         while interrupt and len(steps()) < before + 3:

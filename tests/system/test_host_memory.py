@@ -7,7 +7,6 @@ import os
 import shutil
 import sys
 from pathlib import Path
-from socket import socket
 
 import pytest
 import torch
@@ -22,6 +21,7 @@ from forge_plugins_mirror.host_memory import keeper, mirror
 from forge_plugins_mirror.host_memory.keeper import Keeper
 from forge_plugins_mirror.host_memory.mirror import HostMemory
 from forge_plugins_monitor.observers.optimizer_state import OptimizerState
+from free_ports import free_ports
 
 RANK = Path(__file__).with_name("memory_rank.py")
 LAYOUT = ("model.n_layers=1", "train.batch_size=1", "train.global_batch_size=4")
@@ -43,9 +43,7 @@ class TwoNodes:
         Args:
             killed_at: a step, and that of the checkpoint in memory that is there by then: ``17:15``.
         """
-        with socket() as free:
-            free.bind(("localhost", 0))
-            port = free.getsockname()[1]
+        port = free_ports()
         processes = []
         for rank, node in enumerate(nodes):
             folder = self.memory / f"node{node}"

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 import fork_server
+from free_ports import free_ports
 
 TIMEOUT = 6
 SETTINGS = [
@@ -69,10 +70,7 @@ def start_ranks(tiny, start):
 
 
 def _start_ranks(start, job, n, *overrides, **environment):
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port = str(probe.getsockname()[1])
-    group = {"WORLD_SIZE": str(n), "MASTER_ADDR": "localhost", "MASTER_PORT": port, **environment}
+    group = {"WORLD_SIZE": str(n), "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_ports()), **environment}
     return [
         start(job.command(*SETTINGS, *overrides), job=job, RANK=str(rank), LOCAL_RANK=str(rank), **group)
         for rank in range(n)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import subprocess
-from contextlib import closing
-from socket import socket
 
 import fork_server
 from forge_core.errors import ExitCode
+from free_ports import free_ports
 
 PLUGIN = """
     from forge_core.api import Component, hookimpl
@@ -51,15 +50,9 @@ def start(tiny, site, rank, port, *settings):
     return fork_server.Popen(command, env=environment, **pipes)
 
 
-def free_port():
-    with closing(socket()) as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
-
-
 def test_its_tasks_are_the_ranks_of_one_run_and_a_missing_one_is_explained(tiny, make_distribution):
     site = make_distribution("acme-hpc", files={"acme_hpc/plugin.py": PLUGIN, "acme_hpc/cluster.py": CLUSTER})
-    port, other = free_port(), free_port()
+    port, other = free_ports(), free_ports()
 
     ranks = [start(tiny, site, rank, port) for rank in range(2)]
     alone = start(tiny, site, 1, other, "run.name=alone", "run.first_step_timeout=2")

@@ -2,13 +2,13 @@
 
 import os
 import re
-import socket
 import subprocess
 import sys
 
 import pytest
 
 import fork_server
+from free_ports import free_ports
 
 
 @pytest.fixture
@@ -17,7 +17,7 @@ def start_ranks(tiny):
     started = []
 
     def start(overrides, environment=None, folders=None):
-        port = free_port()
+        port = free_ports()
         for rank, own in enumerate(overrides):
             group = {"RANK": str(rank), "WORLD_SIZE": str(len(overrides)), "LOCAL_RANK": str(rank)}
             place = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
@@ -37,12 +37,6 @@ def start_ranks(tiny):
     for rank in started:
         rank.kill()
         rank.communicate()
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        return probe.getsockname()[1]
 
 
 def test_ranks_with_unequal_jobs_are_all_refused_with_the_keys_that_differ(tiny, start_ranks):
@@ -91,7 +85,7 @@ def test_every_rank_refuses_a_job_that_is_not_for_so_many(tiny, start_ranks):
 
 
 def test_a_rank_that_finds_nobody_says_which_host_and_port_and_why(tiny):
-    port = free_port()
+    port = free_ports()
     group = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_PORT": str(port)}
 
     alone = run_rank(tiny, {**group, "MASTER_ADDR": "localhost"}, "run.first_step_timeout=2")

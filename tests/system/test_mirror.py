@@ -6,9 +6,7 @@ import shutil
 import subprocess
 import sys
 import time
-from contextlib import closing
 from pathlib import Path
-from socket import socket
 
 import pytest
 
@@ -23,6 +21,7 @@ from forge_plugins_mirror.host_memory.mirror import HostMemory
 from forge_plugins_mirror.mirror import Mirror, open_mirror
 from forge_plugins_mirror.mirroring import Mirroring
 from forge_plugins_mirror.uploader import Uploader
+from free_ports import free_ports
 
 _NAMES = (f"run{number}" for number in itertools.count())
 
@@ -411,10 +410,7 @@ def test_two_nodes_that_do_not_share_the_directory_of_the_run_are_refused(tiny):
     alone = ["unshare", "--mount", "sh", "-c", f'mount -t tmpfs none {runs} && exec "$@"', "sh"]
     if subprocess.run([*alone, "true"], capture_output=True).returncode != 0:
         pytest.skip("no file system may be mounted here")
-    with closing(socket()) as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    world = {**tiny.environment(), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+    world = {**tiny.environment(), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_ports()), "WORLD_SIZE": "2"}
     processes = [
         fork_server.Popen(
             [*(alone if rank else []), *command],

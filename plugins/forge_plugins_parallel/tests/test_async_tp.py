@@ -6,7 +6,6 @@ On the CPU they are run in that form: the same graphs, without the overlap.
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections import Counter
@@ -24,6 +23,7 @@ from forge_core.registry.discovery import discover
 from forge_core.run.run import run_job
 from forge_testing.component_case import builder
 from forge_testing.small_model import SmallModel, small_job
+from free_ports import free_ports
 
 TOML = """
 [run]
@@ -114,10 +114,7 @@ def write_job(folder: Path, device: str = "cpu") -> Path:
 
 def train_on_two_ranks(config: Path, device: str, *settings: str) -> str:
     """What rank 0 printed last."""
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port = probe.getsockname()[1]
-    common = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    common = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_ports())}
     ranks = [
         fork_server.Popen(
             [sys.executable, config.parent / "worker.py", config, json.dumps(settings), device],

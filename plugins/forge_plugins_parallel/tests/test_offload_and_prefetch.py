@@ -6,7 +6,6 @@ refused there, and so its conflicts are taken out first.
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -27,6 +26,7 @@ from forge_core.run.run import run_job
 from forge_core.train.build import allocate, build_model
 from forge_testing.component_case import builder
 from forge_testing.small_model import SmallModel, small_job
+from free_ports import free_ports
 from parity_matrix.launch import JOB
 
 pytestmark = pytest.mark.timeout(900)  # the first test starts all processes
@@ -165,12 +165,6 @@ def write_job(folder: Path, device: str = "cpu") -> Path:
     return config
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        return int(probe.getsockname()[1])
-
-
 def metrics(config: Path, name: str) -> list[dict]:
     return [json.loads(line) for line in (config.parent / "runs" / name / "metrics.jsonl").read_text().splitlines()]
 
@@ -184,8 +178,8 @@ def launched(tmp_path_factory):
     """The configuration, and what rank 0 printed at the end."""
     config = write_job(tmp_path_factory.mktemp("offload"))
     (config.parent / "worker.py").write_text(WORKER)
-    runs = [(free_port(), [*settings, f"run.name={name}"]) for name, settings in WORKS]
-    (config.parent / "works.json").write_text(json.dumps({"runs": runs, "port": free_port()}))
+    runs = [(free_ports(), [*settings, f"run.name={name}"]) for name, settings in WORKS]
+    (config.parent / "works.json").write_text(json.dumps({"runs": runs, "port": free_ports()}))
     common = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "localhost", "WORLD_SIZE": "2"}
     ranks = [
         fork_server.Popen(

@@ -18,6 +18,7 @@ from textwrap import dedent
 import pytest
 
 import fork_server
+from free_ports import free_ports
 
 REQUIRE = "FORGE_REQUIRE_SLURM"
 """Environment variable that turns "there is no Slurm here" from a skip into a failure."""
@@ -122,7 +123,7 @@ class SlurmCluster:
             self.environment["LD_LIBRARY_PATH"] = f"{found}:{found.parent}"
         for part in ("etc", "run", "log", "state", *(f"spool/n{node}" for node in range(nodes))):
             (folder / part).mkdir(parents=True)
-        port = _free_ports(nodes + 1)
+        port = free_ports(nodes + 1)
         text = CONF.format(
             host=socket.gethostname().partition(".")[0],
             port=port,
@@ -236,19 +237,6 @@ def _read(process: int, what: str) -> bytes:
         return Path(f"/proc/{process}/{what}").read_bytes()
     except OSError:
         return b"(gone) S 0" if what == "stat" else b""
-
-
-def _free_ports(count: int) -> int:
-    """The first of ``count`` ports in a row that nobody listens on; where it looks first depends on the process."""
-    for attempt in range(100):
-        first = 20_000 + (os.getpid() * 64 + attempt * 16) % 10_000
-        with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
-            for port in range(first, first + count):
-                one = stack.enter_context(socket.socket())
-                one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                one.bind(("127.0.0.1", port))
-            return first
-    raise AssertionError("no free block of ports")
 
 
 @pytest.fixture(scope="session")
