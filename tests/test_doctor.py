@@ -21,7 +21,7 @@ from forge_plugins_monitor.doctor import gloo, gpus, network, plugins, software,
 from forge_plugins_monitor.doctor.together import merged
 from forge_plugins_monitor.plugin import forge_checks
 from forge_testing.json_output import json_of
-from free_ports import free_ports
+from rank_ports import free_ports
 
 
 @pytest.fixture

@@ -199,7 +199,7 @@ def _refuse_unknown_hooks(candidates: Collection[_Candidate]) -> None:
         for hook in sorted(needed - known):
             optional = " If another plugin adds it, mark it @hookimpl(optionalhook=True)."
             candidate.fail("broken", f"unknown hook '{hook}'.{did_you_mean(hook, known, 0.8) or optional}")
-        for hook in sorted(known - implemented.keys()):
+        for hook in sorted((known - implemented.keys()) & {*dir(candidate.module)}):
             if inspect.isfunction(inspect.getattr_static(candidate.module, hook, None)):
                 candidate.fail("broken", f"{hook} is not marked with @hookimpl, and would never be called")
 

@@ -10,7 +10,7 @@ import torch
 
 import fork_server
 from forge_core.checkpoint.store import CheckpointStore, whole_problem
-from free_ports import free_ports
+from rank_ports import free_ports
 
 RANK = Path(__file__).with_name("saving_rank.py")
 

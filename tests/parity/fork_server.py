@@ -30,6 +30,7 @@ import tempfile
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -468,6 +469,8 @@ def _main() -> None:
     connection = socket.socket(fileno=fcntl.fcntl(given, fcntl.F_DUPFD_CLOEXEC, _ABOVE))
     given.close()
     _import_everything()
+    for library in list(weakref.finalize._registry):  # type: ignore[attr-defined]  # there is no other list of them
+        library.atexit = False  # torch's, which would take operators apart as each process ends
     gc.disable()
     gc.freeze()
     order = _serve(connection, path)

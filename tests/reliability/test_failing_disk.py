@@ -16,7 +16,7 @@ import pytest
 
 from faults.job import TOML
 from forge_core.checkpoint.store import CheckpointStore, whole_problem
-from free_ports import free_ports
+from rank_ports import free_ports
 
 FAULTS = Path(__file__).with_name("faults")
 

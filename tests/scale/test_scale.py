@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 
 import fork_server
-from free_ports import free_ports
+from rank_ports import free_ports
 
 WORLD = Path(__file__).with_name("forked_world.py")
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "scale.md"

@@ -21,7 +21,7 @@ from forge_plugins_mirror.host_memory import keeper, mirror
 from forge_plugins_mirror.host_memory.keeper import Keeper
 from forge_plugins_mirror.host_memory.mirror import HostMemory
 from forge_plugins_monitor.observers.optimizer_state import OptimizerState
-from free_ports import free_ports
+from rank_ports import free_ports
 
 RANK = Path(__file__).with_name("memory_rank.py")
 LAYOUT = ("model.n_layers=1", "train.batch_size=1", "train.global_batch_size=4")

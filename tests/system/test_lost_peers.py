@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 import fork_server
-from free_ports import free_ports
+from rank_ports import free_ports
 
 TIMEOUT = 6
 SETTINGS = [

@@ -6,7 +6,7 @@ import subprocess
 
 import fork_server
 from forge_core.errors import ExitCode
-from free_ports import free_ports
+from rank_ports import free_ports
 
 PLUGIN = """
     from forge_core.api import Component, hookimpl

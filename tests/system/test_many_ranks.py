@@ -8,7 +8,7 @@ import sys
 import pytest
 
 import fork_server
-from free_ports import free_ports
+from rank_ports import free_ports
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from forge_plugins_mirror.host_memory.mirror import HostMemory
 from forge_plugins_mirror.mirror import Mirror, open_mirror
 from forge_plugins_mirror.mirroring import Mirroring
 from forge_plugins_mirror.uploader import Uploader
-from free_ports import free_ports
+from rank_ports import free_ports
 
 _NAMES = (f"run{number}" for number in itertools.count())
 

@@ -23,7 +23,7 @@ from forge_core.registry.discovery import discover
 from forge_core.run.run import run_job
 from forge_testing.component_case import builder
 from forge_testing.small_model import SmallModel, small_job
-from free_ports import free_ports
+from rank_ports import free_ports
 
 TOML = """
 [run]

@@ -26,8 +26,8 @@ from forge_core.run.run import run_job
 from forge_core.train.build import allocate, build_model
 from forge_testing.component_case import builder
 from forge_testing.small_model import SmallModel, small_job
-from free_ports import free_ports
 from parity_matrix.launch import JOB
+from rank_ports import free_ports
 
 pytestmark = pytest.mark.timeout(900)  # the first test starts all processes
 

@@ -18,7 +18,7 @@ from textwrap import dedent
 import pytest
 
 import fork_server
-from free_ports import free_ports
+from rank_ports import free_ports
 
 REQUIRE = "FORGE_REQUIRE_SLURM"
 """Environment variable that turns "there is no Slurm here" from a skip into a failure."""
