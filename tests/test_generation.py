@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from forge_core.config.builder import ComponentBuilder
 from forge_core.contracts.component_ref import ComponentRef
-from forge_core.errors import ConfigError
+from forge_core.errors import ConfigError, NonFiniteError
 from forge_core.registry.discovery import discover
 from forge_core.train.initialisation import initialise
 from forge_plugins_dense.config import MLPConfig, TransformerConfig
@@ -169,3 +169,13 @@ def test_top_p_does_not_depend_on_the_order_of_the_vocabulary():
 def test_what_cannot_be_done_is_told_before_anything_is_computed(model, prompts, settings, words):
     with pytest.raises(ConfigError, match=words):
         generate_steps(model, prompts, **({"max_new_tokens": 3} | settings))
+
+
+@pytest.mark.parametrize("temperature", [0, 1.0])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_model_without_finite_logits_is_told_and_not_sampled_from(model, temperature, value):
+    next(model.parameters()).data[5] = value
+
+    assert len(generate(model, [[1, 2]], max_new_tokens=0)) == 1
+    with pytest.raises(NonFiniteError, match="logits are not finite in float32, and no token can be sampled"):
+        generate(model, [[1, 2], [3, 5]], max_new_tokens=2, temperature=temperature)

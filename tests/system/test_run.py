@@ -191,7 +191,7 @@ def test_a_finished_run_is_not_trained_again(finished, capsys):
     [
         (b"", "prompts.txt is empty; write one prompt a line"),
         (b"one\n\ntwo\n", "prompts.txt:2: the line is empty; a prompt has some text"),
-        (b"\xef\xbb\xbfone\x0c\r\n\x0btwo\n\n", "prompts.txt:3: the line is empty"),
+        (b"\xef\xbb\xbfone\x0c\r\n\x0bt\rwo\n\n", "prompts.txt:3: the line is empty"),
         (b"\xff\n", "prompts.txt cannot be read"),
     ],
 )

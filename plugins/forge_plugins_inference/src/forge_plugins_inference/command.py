@@ -187,12 +187,12 @@ def _lines(path: Path | None) -> list[str]:
     if path is None:
         return []
     try:
-        text = path.read_text(encoding="utf-8-sig").removesuffix("\n")
+        text = path.read_bytes().decode("utf-8-sig").replace("\r\n", "\n").removesuffix("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--prompt-file: {path} cannot be read: {error}") from error
     if not text:
         raise ConfigError(f"--prompt-file: {path} is empty; write one prompt a line")
-    lines = text.split("\n")  # and no other ends of lines, such as form feeds, which prompts may have
+    lines = text.split("\n")  # not at form feeds and the like, which prompts may have
     if "" in lines:
         raise ConfigError(f"--prompt-file: {path}:{lines.index('') + 1}: the line is empty; a prompt has some text")
     return lines

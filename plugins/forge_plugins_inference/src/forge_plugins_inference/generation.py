@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from forge_core.contracts.model import GenerativeModel
-from forge_core.errors import ConfigError
+from forge_core.errors import ConfigError, NonFiniteError
 
 PREFILL_CHUNK = 512
 """Prompt tokens in one forward: it bounds the logits, of which only the last are wanted, to ``B × 512 × V``."""
@@ -51,6 +51,7 @@ def generate(
     Raises:
         ConfigError: a setting is out of range; a prompt is empty, has ids outside the vocabulary, or leaves no room;
             all token ids are forbidden.
+        NonFiniteError: logits are infinite or not a number.
     """
     rows: list[list[int]] = [[] for _ in prompts]
     for step in generate_steps(
@@ -87,12 +88,20 @@ def generate_steps(
     """Same as ``generate``, one step at a time: yields ``(B,)`` int64 new tokens, −1 for rows that have ended.
 
     The model is in evaluation mode until the iterator is exhausted or closed, and then as it was before.
+
+    Raises:
+        NonFiniteError: a row's largest logit is infinite or not a number.
     """
     _check_settings(max_new_tokens, temperature, top_k, top_p)
     _check_prompts(prompts, model, max_new_tokens)
     _check_forbidden(forbidden, model)
 
     def choose(logits: torch.Tensor) -> torch.Tensor:
+        if not bool(logits.amax(-1).isfinite().all()):
+            raise NonFiniteError(
+                f"the model's logits are not finite in {str(logits.dtype).removeprefix('torch.')}, and no token can be "
+                "sampled from them: its weights are not finite, or values overflow on the way"
+            )
         if forbidden:
             there = [token for token in forbidden if token < logits.shape[-1]]  # a head may lack tokens of the input
             logits = logits.index_fill(-1, torch.tensor(there, dtype=torch.int64, device=logits.device), -torch.inf)
