@@ -10,6 +10,8 @@ from typing import Any
 import attrs
 import torch
 
+from forge_plugins_interp.wide import wide
+
 
 @attrs.frozen
 class Fingerprint:
@@ -34,13 +36,13 @@ class Fingerprint:
             value: whole.
             sample_dim: where samples are, which are interchangeable; ``None`` for a parameter.
         """
-        wide = value.detach().cpu().double() if value.device.type == "mps" else value.detach().double()
-        wide = wide[None] if sample_dim is None else wide.movedim(sample_dim, 0)
-        projected = wide
-        for dim in reversed(range(1, wide.ndim)):
-            projected = projected @ _direction(f"{name}.{dim}", wide.shape[dim]).to(wide.device)
-        statistics = torch.stack([wide.sum(), wide.square().sum(), wide.abs().max(), projected.sum()]).tolist()
-        return cls(tuple(wide.shape[1:]), wide.numel(), *statistics)
+        rows = wide(value)
+        rows = rows[None] if sample_dim is None else rows.movedim(sample_dim, 0)
+        projected = rows
+        for dim in reversed(range(1, rows.ndim)):
+            projected = projected @ _direction(f"{name}.{dim}", rows.shape[dim]).to(rows.device)
+        statistics = torch.stack([rows.sum(), rows.square().sum(), rows.abs().max(), projected.sum()]).tolist()
+        return cls(tuple(rows.shape[1:]), rows.numel(), *statistics)
 
     def __add__(self, other: Fingerprint) -> Fingerprint:
         """That of the samples of both."""

@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 
 from forge_core.errors import ConfigError
 from forge_plugins_interp.store import write_tensors
+from forge_plugins_interp.wide import wide
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -62,8 +63,7 @@ class Moments:
                 f"{self._site} has {value.shape[-1]:,} features, and principal components are computed of at most "
                 f"{_MOST_FEATURES:,}; leave it out of --sites"
             )
-        own = value.cpu() if value.device.type == "mps" else value  # which has no float64
-        rows = own.detach().flatten(0, -2).double()
+        rows = wide(value.flatten(0, -2))
         self._n += len(rows)
         self._sum = rows.sum(0) + (0 if self._sum is None else self._sum)
         self._products = rows.T @ rows + (0 if self._products is None else self._products)

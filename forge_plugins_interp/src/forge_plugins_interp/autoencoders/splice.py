@@ -24,6 +24,7 @@ from forge_plugins_interp.interventions import WholeIntervention, Zero
 from forge_plugins_interp.observation import Change
 from forge_plugins_interp.session import Session, inputs_of, read_batch
 from forge_plugins_interp.sites import PlacedSite, Sites
+from forge_plugins_interp.wide import wide
 from forge_plugins_weights.loading import load_model
 
 
@@ -213,8 +214,8 @@ def recovery(session: Session, splice: Splice, source: DataSource, samples: int)
             with session.intervene(*change):
                 logits = session.model(tokens, **known)
             assert logits is not None, "a pipeline was refused"
-            logs.append(torch.log_softmax(logits.flatten(0, 1)[valid].double(), -1))
-        losses = [F.nll_loss(log, targets[valid], reduction="sum") for log in logs]
+            logs.append(torch.log_softmax(wide(logits.flatten(0, 1)[valid]), -1))
+        losses = [F.nll_loss(log, targets[valid].to(log.device), reduction="sum") for log in logs]
         kl = F.kl_div(logs[1], logs[0], reduction="sum", log_target=True)
         totals += torch.stack([*losses, kl]).cpu()
         count += int(valid.sum())

@@ -15,6 +15,7 @@ from torch import nn
 from forge_core.errors import ConfigError
 from forge_plugins_interp.lenses.logit_lens import last_residual, layer_of
 from forge_plugins_interp.session import Session
+from forge_plugins_interp.wide import wide
 
 _TOLERANCE = 1e-3
 """Relative; a norm that is further from linear with a frozen scale is not one that this knows."""
@@ -81,7 +82,7 @@ def _parts_of_stream(
         session.model(tokens)
 
     def at(name: str) -> torch.Tensor:
-        return seen[name][0, position].double()
+        return wide(seen[name][0, position])
 
     found = [("embed", -1, at(f"blocks.{layers[0]}.resid_pre"))]
     for layer in layers:
@@ -147,7 +148,7 @@ def _frozen(norm: nn.Module, whole: torch.Tensor) -> _Frozen:
     def of(vector: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
             given: torch.Tensor = norm(vector.to(parameter.device, parameter.dtype)[None, None])[0, 0]
-        return given.double().to(whole.device)
+        return wide(given).to(whole.device)
 
     if width % 2:
         raise ConfigError(f"contributions to logits need an even width, and the model has {width}")
@@ -173,5 +174,5 @@ def _direction(head: nn.Module, normed: torch.Tensor, token: int) -> tuple[torch
     if not 0 <= token < len(weight):
         raise ConfigError(f"token {token}: the vocabulary has the tokens 0 to {len(weight) - 1}")
     bias: Any = getattr(head, "bias", None)
-    row = weight[token].detach().double().to(normed.device)
+    row = wide(weight[token]).to(normed.device)
     return row, 0.0 if bias is None else float(bias[token])

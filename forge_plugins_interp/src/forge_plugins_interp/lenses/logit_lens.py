@@ -16,6 +16,7 @@ from forge_plugins_interp.interventions import Patch
 from forge_plugins_interp.lenses.tuned_lens import translators_of
 from forge_plugins_interp.session import Session
 from forge_plugins_interp.tidy_table import Row
+from forge_plugins_interp.wide import wide
 
 
 def logit_lens(session: Session, tokens: torch.Tensor, sites: Sequence[str] = ()) -> dict[str, torch.Tensor | None]:
@@ -107,7 +108,7 @@ def lens_rows(logits: dict[str, torch.Tensor], tokens: Sequence[int], words: Any
     """
     rows: list[Row] = []
     for site, values in logits.items():
-        log = torch.log_softmax(values.double(), -1)
+        log = torch.log_softmax(wide(values), -1)
         entropies = -(log.exp() * log).sum(-1)
         for position, (one, entropy) in enumerate(zip(log, entropies.tolist(), strict=True)):
             following = tokens[position + 1] if position + 1 < len(tokens) else None
