@@ -211,6 +211,15 @@ def test_models_that_differ_elsewhere_are_refused(decoder, dense):
         UpcycledState(dense.state_dict(), decoder(feed_forward=moe(), n_layers=1, seed=None), Upcycling())
 
 
+def test_a_head_of_its_own_is_not_lost_in_a_tied_one(decoder, tokens):
+    tied, sparse = decoder(tie_embeddings=True), decoder(tie_embeddings=True, feed_forward=moe())
+    sparse.load_state_dict(dict(UpcycledState(tied.state_dict(), sparse, Upcycling())), strict=False)
+    assert difference(sparse, tied, tokens) < 1e-5
+
+    with pytest.raises(ConfigError, match=r"the sparse one has no head\.weight"):
+        UpcycledState(decoder().state_dict(), sparse, Upcycling())
+
+
 def test_a_scale_that_nothing_is_scaled_by_is_refused():
     with pytest.raises(ValueError, match="granularity = 1"):
         Upcycling(scale="cbrt")

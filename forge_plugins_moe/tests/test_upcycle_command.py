@@ -198,13 +198,43 @@ def test_what_does_not_compute_the_same_is_said(folder, tmp_path, capsys):
     assert "does not compute what the dense model does: 50% of each expert's features start anew; the weights" in said
 
 
+def test_settings_that_change_the_rest_of_the_model_are_named(folder, tmp_path, capsys):
+    assert upcycle(folder, tmp_path / "out", "model.window=4", "model.feed_forward.first_dense=1") == 0
+
+    said = capsys.readouterr().out
+    assert (
+        "it computes what the dense model does as far as OVERRIDES do not change that: model.window: 0 -> 4\n" in said
+    )
+    expected = logits(folder / "runs" / "dense" / "checkpoints" / "step_00000004")
+    assert (logits(tmp_path / "out" / "checkpoint") - expected).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("setting", "sentence"),
+    [
+        ("parallel.passes.lora.rank=2", "was trained with the pass lora, whose parameters experts cannot be made of"),
+        ("model.feed_forward.bias=true", "blocks.0.feed_forward has biases in the dense model"),
+    ],
+)
+def test_of_adapters_and_biases_no_experts_are_made(folder, tmp_path, setting, sentence, capsys):
+    assert main(["run", str(folder / "dense.toml"), f"run.dir={tmp_path}", "train.steps=1", setting]) == 0
+
+    assert main(["moe", "upcycle", str(tmp_path / "dense"), "--out", str(tmp_path / "out"), "--experts", "4"]) == 2
+    assert sentence in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
         (["--granularity", "5"], "granularity = 5 does not divide the 48 hidden features"),
         (["--granularity", "2", "--top-k", "3"], "multiple of 2"),
         (["--experts", "6", "--granularity", "4", "--top-k", "4"], "6 experts are not whole copies"),
-        (["--scale", "cbrt"], "--scale cbrt: has no effect with granularity = 1"),
+        (["--scale", "cbrt"], "scale = 'cbrt' has no effect with granularity = 1"),
+        (["--drop", "nan"], "'drop' must be >= 0: nan"),
+        (["--seed", "9" * 20], "'--seed': 99999999999999999999 is not in the range"),
+        (["model.feed_forward.n_experts=8"], "model.feed_forward.n_experts=8: --experts 4 says how many"),
+        (["model.tie_embeddings=true"], "the sparse one has no head.weight"),
         (["--top-k", "5"], "5 experts a token are more than the 4"),
         (["model.feed_forward.router.name=sofmax_topk"], "Did you mean 'softmax_topk'"),
         (["model.feed_forward.hidden_dim=32"], "leave out hidden_dim"),

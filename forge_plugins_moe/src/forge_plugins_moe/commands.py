@@ -49,7 +49,9 @@ def moe() -> None:
     metavar="R",
     help="Let a fraction R of each expert's hidden features start anew, so that experts differ.",
 )
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of routers, and of --drop.")
+@click.option(
+    "--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True, help="Of routers, and of --drop."
+)
 @click.pass_obj
 def upcycle(
     obj: Invocation,
@@ -70,6 +72,7 @@ def upcycle(
 
     OVERRIDES are settings of the sparse job: model.feed_forward.first_dense=1, model.feed_forward.router.name=…
     """
+    from forge_core.checkpoint.compatibility import value_text
     from forge_core.checkpoint.store import find_checkpoint
     from forge_plugins_moe.upcycle import Upcycling
     from forge_plugins_moe.upcycle_checkpoint import CHECKPOINT, CONFIG, upcycle_checkpoint
@@ -79,13 +82,19 @@ def upcycle(
     try:
         how = Upcycling(granularity=granularity, scale=scale, drop=drop, seed=seed)  # type: ignore[arg-type]  # a choice
     except ValueError as error:
-        raise ConfigError(f"--scale {scale}: {error}") from error  # click has seen to the ranges of the others
+        raise ConfigError(str(error)) from error
     checkpoint = find_checkpoint(source, lambda line: print(line, file=sys.stderr))
-    upcycled = upcycle_checkpoint(checkpoint, out, how, n_experts=experts, overrides=overrides, catalog=obj.catalog)
+    upcycled, changed = upcycle_checkpoint(
+        checkpoint, out, how, n_experts=experts, overrides=overrides, catalog=obj.catalog
+    )
     click.echo(f"wrote {out / CHECKPOINT}: {len(upcycled.layers)} layers of {experts} experts, from {checkpoint.path}")
     if any(key.startswith("evaluation.") for key in checkpoint.saved_tensors()):
         click.echo("note: it is made of the trained weights; forge eval of the dense run takes its averages")
-    click.echo("it computes what the dense model does" if upcycled.preserves else _what_differs(upcycled))
+    if upcycled.preserves and changed:
+        settings = "; ".join(f"{one.key}: {value_text(one.old)} -> {value_text(one.new)}" for one in changed)
+        click.echo(f"it computes what the dense model does as far as OVERRIDES do not change that: {settings}")
+    else:
+        click.echo("it computes what the dense model does" if upcycled.preserves else _what_differs(upcycled))
     click.echo(f"train it with: forge run {out / CONFIG}")
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Literal
 
 import attrs
@@ -33,7 +33,7 @@ _SAMPLE = 512
 
 def _is_scaled(how: Upcycling, _: attrs.Attribute[str], value: str) -> None:
     if value == "cbrt" and how.granularity == 1:
-        raise ValueError("has no effect with granularity = 1, where nothing is cut")
+        raise ValueError(f"scale = {value!r} has no effect with granularity = 1, where nothing is cut")
 
 
 @attrs.frozen(kw_only=True)
@@ -189,10 +189,15 @@ class UpcycledState(Mapping[str, torch.Tensor]):
             raise ConfigError(
                 f"the two models differ in more than feed-forward layers: the dense one has no {missing[0]}"
             )
-        if strange := sorted(self._dense.keys() - expected - sparse.state_dict().keys()):
+        if strange := sorted(name for name in self._dense.keys() - expected if not self._is_tied(name, expected)):
             raise ConfigError(
                 f"the two models differ in more than feed-forward layers: the sparse one has no {strange[0]}"
             )
+
+    def _is_tied(self, name: str, expected: Collection[str]) -> bool:
+        """Return whether a tensor of the dense model is one of those of the sparse model, by another name."""
+        memory = self._dense[name].untyped_storage()._cdata
+        return any(self._dense[one].untyped_storage()._cdata == memory for one in expected)
 
     @torch.no_grad()
     def _measure(self, layer: str, part: MoE, vocab_size: int) -> UpcycledLayer:
@@ -268,6 +273,8 @@ def _refuse_layer(layer: str, part: MoE, dense: Mapping[str, torch.Tensor], how:
         raise ConfigError(
             f"{layer}: {key} of experts does not come from a dense layer; leave out {key} in the sparse model"
         )
+    if f"{layer}.up.bias" in dense:
+        raise ConfigError(f"{layer} has biases in the dense model; experts can be made of layers without biases alone")
     if part.config.n_experts % how.granularity:
         raise ConfigError(
             f"granularity = {how.granularity}: {part.config.n_experts} experts are not whole copies of a dense layer "

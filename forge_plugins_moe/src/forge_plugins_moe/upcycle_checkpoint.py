@@ -16,10 +16,11 @@ from forge_core.checkpoint.store import Checkpoint
 from forge_core.checkpoint.upgrading import module_versions
 from forge_core.config.builder import ComponentBuilder
 from forge_core.config.describe import literal
+from forge_core.config.diff import Difference, differences
 from forge_core.config.sections import Job
 from forge_core.contracts.component_ref import ComponentRef
 from forge_core.errors import ConfigError
-from forge_core.job import catalog_of, dump_job, load_job, plain
+from forge_core.job import adding_passes, catalog_of, dump_job, load_job, plain
 from forge_core.registry.catalog import Catalog
 from forge_core.train.build import build_on_meta
 from forge_plugins_dense.feed_forward_config import MLPConfig
@@ -51,7 +52,7 @@ def upcycle_checkpoint(
     n_experts: int,
     overrides: Sequence[str] = (),
     catalog: Callable[[Collection[str]], Catalog],
-) -> UpcycledState:
+) -> tuple[UpcycledState, list[Difference]]:
     """Write ``out/checkpoint/``, and ``out/train.toml``: a run in the directory ``out`` that begins with its weights.
 
     The sparse job is the one of ``source`` with another feed-forward layer. ``out/checkpoint/job.toml`` is the same
@@ -63,26 +64,33 @@ def upcycle_checkpoint(
         overrides: settings of the sparse job, as on the command line (``model.feed_forward.router.top_k=4``).
 
     Returns:
-        What was written.
+        What was written, and the keys of the model beside the feed-forward layer that ``overrides`` change, by which
+        it may compute something else than the dense one.
 
     Raises:
-        ConfigError: the source's model has no dense layers that experts can be made of; the settings are wrong, or do
-            not go together; or there is something at ``out``, or too little room on its
-            disk.
+        ConfigError: the source's model has no dense layers that experts can be made of, or adapters; the settings are
+            wrong, or do not go together; or there is something at ``out``, or too little room on its disk.
         SaveError: it cannot be written.
     """
     job = load_job(source.path / "job.toml", catalog=catalog)
+    installed = catalog_of(job, catalog)
+    for key in adding_passes(job, installed):
+        raise ConfigError(
+            f"{source.path} was trained with the pass {key}, whose parameters experts cannot be made of; "
+            "fold them into the weights with forge convert, and upcycle that"
+        )
     out = free_place(out)
     settings = [*_sparse_settings(job, source, n_experts, how), *run_settings(out), *overrides]
     sparse_job = load_job(source.path / "job.toml", settings, catalog=catalog)
-
-    installed = catalog_of(job, catalog)
+    _refuse_two_counts(sparse_job, n_experts)
     sparse = build_on_meta(sparse_job, source.state()["vocab_size"], ComponentBuilder(installed))
     saved = SavedModel(source)
     upcycled = UpcycledState(saved.shapes, sparse, how, read=saved.read)
     provenance = {**attrs.asdict(how), "layers": {name: attrs.asdict(one) for name, one in upcycled.layers.items()}}
     write_upcycled(source, out, sparse_job, sparse, upcycled, provenance=provenance, installed=installed)
-    return upcycled
+    now = plain(sparse_job.model)
+    dense = {**now, "feed_forward": now["feed_forward"].get("dense")}
+    return upcycled, differences({"model": plain(job.model)}, {"model": dense})
 
 
 def free_place(out: Path) -> Path:
@@ -150,6 +158,12 @@ def write_upcycled(
         write_more=write_more,
     )
     (out / CONFIG).write_text(dump_job(job))
+
+
+def _refuse_two_counts(job: Job, n_experts: int) -> None:
+    own = getattr(job.model.config.feed_forward.config, "n_experts", n_experts)
+    if own != n_experts:
+        raise ConfigError(f"model.feed_forward.n_experts={own}: --experts {n_experts} says how many; leave one out")
 
 
 def _sparse_settings(job: Job, source: Checkpoint, n_experts: int, how: Upcycling) -> list[str]:
