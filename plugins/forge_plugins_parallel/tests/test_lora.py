@@ -232,6 +232,13 @@ def test_what_would_change_the_model_unseen_is_refused(tmp_path, run):
     code, said = run("whole", "train.steps=2", load)
     assert (code, "was trained with the pass lora, whose parameters this job has not" in said) == (2, True), said
     assert run("again", "train.steps=2", load, LORA)[0] == 0
+    code, said = run("louder", "train.steps=2", load, LORA, "parallel.passes.lora.alpha=4.0")
+    assert (code, "has the pass lora with the scale 16.0, and this job with 2.0; restore" in said) == (2, True), said
+    attention_alone = [load, LORA, "parallel.passes.lora.include=['*.attention.*']"]
+    code, said = run("half", "train.steps=2", *attention_alone)
+    assert (code, "adds to model.blocks.0.feed_forward.down.weight, and has no place" in said) == (2, True), said
+    left_out = "checkpoint.load.exclude=['model.*feed_forward*.adapter.*', 'optimizer.*']"
+    assert run("half", "train.steps=2", *attention_alone, left_out)[0] == 0
     code, said = run("scaled", "train.steps=2", LORA, "parametrization={name='mup', base={dim=16}}")
     assert (code, "adapters have no place in a parametrization" in said) == (2, True), said
 

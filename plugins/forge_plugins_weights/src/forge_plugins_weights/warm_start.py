@@ -15,9 +15,11 @@ import torch
 from forge_core.checkpoint.contents import model_problem
 from forge_core.checkpoint.state_dict import empty_optimizer_state
 from forge_core.checkpoint.store import Checkpoint, find_checkpoint
+from forge_core.config.builder import ComponentBuilder
 from forge_core.config.problems import ConfigProblems, Problem, key_path
 from forge_core.config.sections import Job, LoadSection
 from forge_core.contracts.model import longest_first
+from forge_core.contracts.parallel_pass import AddingPass
 from forge_core.contracts.warm_start import WarmStart
 from forge_core.distributed.collective_errors import run_on_all_ranks
 from forge_core.distributed.mesh import Mesh
@@ -40,6 +42,8 @@ class _Chosen:
     here: Mapping[str, str]
     """Keys of the checkpoint that the patterns match, and the keys that they have in this run."""
     others: frozenset[str]
+    added: Mapping[str, Sequence[str]] = {}
+    """Of each weight that a pass adds to: the keys of what it adds, all of the checkpoint."""
 
 
 @attrs.frozen
@@ -116,7 +120,7 @@ def _choose_all(job: Job, catalog: Catalog, report: Callable[[str], None]) -> li
                 raise
             raise ConfigProblems([Problem(key_path(f"{at}.path"), str(error))]) from error
         start = _choose(at, section, found)
-        _refuse_added(job, start, catalog)
+        start = _with_added(job, start, catalog)
         _refuse_foreign_optimizer(job, start)
         for before in starts:
             if both := set(before.here.values()) & set(start.here.values()):
@@ -156,6 +160,7 @@ def _load(start: _Chosen, model: BuiltModel, optimizer: torch.optim.Optimizer, m
     ours = sorted({start.here[key] for key in {*tensors, *state}})
     read = {key for stage in mesh.gather_over("pp", ours) for key in stage}
     run_on_all_ranks(lambda: _refuse_nothing(start, read, own))
+    run_on_all_ranks(lambda: _refuse_halves(start, read))
     checkpoint.load(tensors)
     return read
 
@@ -166,6 +171,16 @@ def _refuse_nothing(start: _Chosen, read: Collection[str], own: Collection[str])
             f"{start.key}: nothing that was chosen of {start.checkpoint.path} has a place in this run: "
             f"{_some(start.here.values())}; this model has {_some(own)}"
         )
+
+
+def _refuse_halves(start: _Chosen, read: Collection[str]) -> None:
+    for weight, added in start.added.items():
+        lost = [key for key in added if key in start.here and start.here[key] not in read]
+        if lost and start.here.get(weight) in read:
+            raise ConfigError(
+                f"{start.key}: {lost[0]} adds to {weight}, and has no place in this run; let the pass include its "
+                f"layer, or leave it out with {start.key}.exclude"
+            )
 
 
 def _tell(accounts: Sequence[Loaded], report: Callable[[str], None]) -> None:
@@ -226,20 +241,43 @@ def _matches(key: str, patterns: Sequence[str]) -> bool:
     return any(fnmatchcase(key, pattern) for pattern in patterns)
 
 
-def _refuse_added(job: Job, start: _Chosen, catalog: Catalog) -> None:
+def _with_added(job: Job, start: _Chosen, catalog: Catalog) -> _Chosen:
     """The weights alone, without what a pass has added to them, would be another model's."""
     if isinstance(start.checkpoint, ForeignWeights):
-        return
+        return start
     passes = start.checkpoint.job().get("parallel", {}).get("passes", {})
-    here = {use.qualified_name for use in adding_passes(job, catalog).values()}
+    here = {use.qualified_name: use for use in adding_passes(job, catalog).values()}
+    build, added = ComponentBuilder(catalog), dict[str, Sequence[str]]()
     for key, table in passes.items():
-        name = table.get("name", key) if isinstance(table, Mapping) else key
+        keys = {"name": key, **table} if isinstance(table, Mapping) else {"name": key}
+        name = keys["name"]
         adds = any(getattr(one.component, "adds_parameters", False) for one in catalog.providers("parallel_pass", name))
-        if table is not False and adds and name not in here:
+        if table is False or not adds:
+            continue
+        if name not in here:
             raise ConfigError(
                 f"{start.key}: {start.checkpoint.path} was trained with the pass {key}, whose parameters this job has "
                 "not; name it in parallel.passes too, or fold them into the weights with forge convert, and load that"
             )
+        added |= _added(start, key, build(build.resolve("parallel_pass", keys)), build(here[name]))
+    return attrs.evolve(start, added=added)
+
+
+def _added(start: _Chosen, key: str, there: AddingPass, here: AddingPass) -> dict[str, Sequence[str]]:
+    """What one pass adds."""
+    names = sorted({_name(key) for key in start.here})
+    own = here.folded(names)
+    for weight, folded in (found := there.folded(names)).items():
+        if folded.scale != own[weight].scale:
+            raise ConfigError(
+                f"{start.key}: {start.checkpoint.path} has the pass {key} with the scale {folded.scale}, and this job "
+                f"with {own[weight].scale}; restore its keys, or leave out its parameters with {start.key}.exclude"
+            )
+    return {
+        f"{kind}{weight}": [f"{kind}{one}" for one in folded.reads if one != weight]
+        for weight, folded in found.items()
+        for kind in _WEIGHTS
+    }
 
 
 def _refuse_foreign_optimizer(job: Job, start: _Chosen) -> None:
