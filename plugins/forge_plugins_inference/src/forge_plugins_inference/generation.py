@@ -226,7 +226,9 @@ def _check_prompts(prompts: Sequence[Sequence[int]], model: GenerativeModel, max
             )
     longest = max(map(len, prompts))
     if longest + max_new_tokens > model.max_seq_len:
+        left = model.max_seq_len - longest
+        room = f"max_new_tokens may be {left} at most" if left > 0 else "shorten the prompt"
         raise ConfigError(
             f"a prompt of {longest} tokens and {max_new_tokens} new ones are more than the model's longest sequence, "
-            f"{model.max_seq_len} tokens"
+            f"{model.max_seq_len} tokens; {room}"
         )
