@@ -212,7 +212,7 @@ def test_settings_that_change_the_rest_of_the_model_are_named(folder, tmp_path, 
 @pytest.mark.parametrize(
     ("setting", "sentence"),
     [
-        ("parallel.passes.lora.rank=2", "was trained with the pass lora, whose parameters experts cannot be made of"),
+        ("parallel.passes.lora.rank=2", "was trained with the pass lora, whose parameters another model would lack"),
         ("model.feed_forward.bias=true", "blocks.0.feed_forward has biases in the dense model"),
     ],
 )

@@ -57,12 +57,14 @@ CAPTIONS += 'path="{folder}/shapes/tokenizer.json"}}}}'
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Runs ``text``, ``joint`` and ``seed``, a moma of one expert for each modality."""
+    """Runs ``text``, ``joint``, ``adapted``, and ``seed``, a moma of one expert for each modality."""
     found = tmp_path_factory.mktemp("upcycle")
     write_shapes(found / "shapes", train=96, held_out=1, seed=0)
     (found / "job.toml").write_text(TEXT.format(folder=found))
     assert main(["run", str(found / "job.toml"), CAPTIONS.format(folder=found)]) == 0
     assert main(["run", str(found / "job.toml"), "run.name=joint", MODEL]) == 0
+    lora = ["run.name=adapted", "train.steps=1", "parallel.passes.lora.rank=2"]
+    assert main(["run", str(found / "job.toml"), CAPTIONS.format(folder=found), *lora]) == 0
     assert main(["run", str(found / "job.toml"), "run.name=seed", MODEL, "model.fusion.name=moma"]) == 0
     return found
 
@@ -162,6 +164,8 @@ def test_the_same_seed_draws_the_same_encoder(folder, tmp_path):
         ("joint", ["--to", "moma", "model.dim=32"], "of the new model"),
         ("joint", ["--to", "moma", "model.n_layers=3"], "the run has no blocks.2."),
         ("joint", ["--to", "moma", "model.n_layers=1"], "the new one has no blocks.1."),
+        ("joint", ["--to", "moma", "--seed", "9" * 20], "'--seed': 99999999999999999999 is not in the range"),
+        ("adapted", ["--to", "moma"], "was trained with the pass lora, whose parameters another model would lack"),
         ("nothing", ["--to", "moma"], "does not exist"),
     ],
 )

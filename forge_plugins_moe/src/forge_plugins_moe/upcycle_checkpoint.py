@@ -74,11 +74,7 @@ def upcycle_checkpoint(
     """
     job = load_job(source.path / "job.toml", catalog=catalog)
     installed = catalog_of(job, catalog)
-    for key in adding_passes(job, installed):
-        raise ConfigError(
-            f"{source.path} was trained with the pass {key}, whose parameters experts cannot be made of; "
-            "fold them into the weights with forge convert, and upcycle that"
-        )
+    refuse_added(source, job, installed)
     out = free_place(out)
     settings = [*_sparse_settings(job, source, n_experts, how), *run_settings(out), *overrides]
     sparse_job = load_job(source.path / "job.toml", settings, catalog=catalog)
@@ -91,6 +87,18 @@ def upcycle_checkpoint(
     now = plain(sparse_job.model)
     dense = {**now, "feed_forward": now["feed_forward"].get("dense")}
     return upcycled, differences({"model": plain(job.model)}, {"model": dense})
+
+
+def refuse_added(source: Checkpoint, job: Job, installed: Catalog) -> None:
+    """
+    Raises:
+        ConfigError: a pass has added parameters, such as adapters, which another model would lack.
+    """
+    for key in adding_passes(job, installed):
+        raise ConfigError(
+            f"{source.path} was trained with the pass {key}, whose parameters another model would lack; "
+            "fold them into the weights with forge convert, and upcycle that"
+        )
 
 
 def free_place(out: Path) -> Path:

@@ -20,7 +20,7 @@ from forge_core.train.build import build_on_meta
 from forge_plugins_dense.config import TransformerConfig
 from forge_plugins_dense.feed_forward_config import MLPConfig
 from forge_plugins_moe.upcycle import Drawing, UpcycledState, Upcycling
-from forge_plugins_moe.upcycle_checkpoint import SavedModel, free_place, run_settings, write_upcycled
+from forge_plugins_moe.upcycle_checkpoint import SavedModel, free_place, refuse_added, run_settings, write_upcycled
 from forge_plugins_vlm.config import VisionLanguageConfig
 
 if TYPE_CHECKING:
@@ -85,6 +85,7 @@ def upcycle_to_modalities(
     job = load_job(source.path / "job.toml", catalog=catalog)
     out = free_place(out)
     installed = catalog_of(job, catalog)
+    refuse_added(source, job, installed)
     build = ComponentBuilder(installed)
     vocab_size: int = source.state()["vocab_size"]
 

@@ -31,7 +31,9 @@ if TYPE_CHECKING:
     metavar="N",
     help="Experts of each modality in a layer of moma; 4 by default. With 1, a layer as before for each modality.",
 )
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of what RUN does not have.")
+@click.option(
+    "--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True, help="Of what RUN does not have."
+)
 @click.pass_obj
 def upcycle(
     obj: Invocation,
