@@ -58,10 +58,12 @@ def catalog():
     return discover()
 
 
-@pytest.fixture
-def job_of(catalog, tmp_path):
+@pytest.fixture(scope="module")
+def job_of(catalog, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("jobs")
+
     def load(world_size, *settings):
-        file = tmp_path / "job.toml"
+        file = folder / "job.toml"
         file.write_text(JOB)
         return load_job(file, settings, catalog=catalog, world_size=world_size)
 
@@ -137,7 +139,7 @@ def repeated_microbatches(monkeypatch):
 @pytest.mark.parametrize(
     ("schedule", "settings"),
     [
-        ("1F1B", ["parallel.tp=2"]),
+        ("1F1B", ["parallel.tp=2", "model.n_layers=2"]),
         *(
             pytest.param(*case, marks=pytest.mark.nightly)
             for case in [
@@ -175,7 +177,7 @@ def test_microbatches_of_a_pipeline_that_are_repeated_do_what_simulated_ones_do(
     ],
 )
 def test_all_microbatches_are_simulated_where_backwards_are_split(catalog, job_of, schedule):
-    pipeline = ["parallel.pp=2", "train.grad_accumulation=8", f"parallel.passes.pipeline.schedule={schedule}"]
+    pipeline = ["parallel.pp=2", "train.grad_accumulation=6", f"parallel.passes.pipeline.schedule={schedule}"]
     job = job_of(4, "model.n_layers=4", *pipeline)
     for stage in range(2):
         short = simulate(job, catalog, 300, 4, stage, timed=True)
@@ -220,16 +222,22 @@ def test_outputs_without_memory_are_dropped_as_real_ones_once_they_have_been_sen
     assert chunks.releasable(method)(stage, output) == method(stage, torch.empty(2)) == (True, "")
 
 
-@pytest.mark.parametrize(("seen", "expected"), [(False, 3), (True, 4)])
-def test_the_optimizers_step_serves_other_ways_to_recompute(catalog, job_of, left_out, seen, expected):
-    plain, recomputed = job_of(4, TWICE), job_of(4, TWICE, FULL)
+@pytest.fixture(scope="module")
+def recomputed(catalog, job_of):
+    """A job, the optimizer's step of one that recomputes nothing, and its own memory when all of it is simulated."""
+    plain, recomputed = (job_of(4, TWICE, *more) for more in ([], [FULL]))
     optimizer = simulate(plain, catalog, 300, 4, 0).optimizer
-    left_out.clear()
+    return recomputed, optimizer, simulate(recomputed, catalog, 300, 4, 0, shorten=False).memory
 
-    short = simulate(recomputed, catalog, 300, 4, 0, like=optimizer, seen=seen)
+
+@pytest.mark.parametrize(("seen", "expected"), [(False, 3), (True, 4)])
+def test_the_optimizers_step_serves_other_ways_to_recompute(catalog, recomputed, left_out, seen, expected):
+    job, optimizer, whole = recomputed
+
+    short = simulate(job, catalog, 300, 4, 0, like=optimizer, seen=seen)
 
     assert left_out == [expected]
-    assert short.memory == simulate(recomputed, catalog, 300, 4, 0, shorten=False).memory
+    assert short.memory == whole
 
 
 def test_an_optimizers_step_over_other_parameters_is_run_anew(catalog, job_of):
