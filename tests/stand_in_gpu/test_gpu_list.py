@@ -1,9 +1,8 @@
 """``benchmarks/gpu.py`` asks the stand-in for a GPU, so that a borrowed one is not the first to run its list."""
 
-import os
+import importlib
 import re
-import subprocess
-import sys
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -22,32 +21,23 @@ NOT_HERE = {
 """Tests that are marked ``gpu``, and what the stand-in lacks for them."""
 
 
-def asked(stand_in, *arguments):
-    options = {"PYTEST_ADDOPTS": " ".join(f"--deselect={name}" for name in NOT_HERE)}
-    return subprocess.run(
-        [sys.executable, str(SCRIPT), "--tiny", *arguments],
-        env={**os.environ, **stand_in, **options},
-        capture_output=True,
-        text=True,
-    )
-
-
-def by_night(stand_in):
-    listed = re.findall(r"^\w+", asked(stand_in, "--list").stdout, re.M)
-    assert {*BY_DAY} < {*listed}
-    return [name for name in listed if name not in BY_DAY]
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("is_by_day", [True, pytest.param(False, marks=pytest.mark.nightly)], ids=["day", "night"])
-def test_the_list_works_on_a_gpu(stand_in, is_by_day):
-    names = BY_DAY if is_by_day else by_night(stand_in)
+def test_the_list_works_on_a_gpu(stand_in, monkeypatch, capfd, is_by_day):
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    script = importlib.import_module("gpu")
+    for name, value in stand_in.items():  # of the processes of the steps
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("PYTEST_ADDOPTS", " ".join(f"--deselect={name}" for name in NOT_HERE))
+    steps = [step for step in script.STEPS if (step.name in BY_DAY) == is_by_day]
 
-    done = asked(stand_in, "--minutes", "14", *(word for name in names for word in ("--only", name)))
+    script.run_all(steps, Namespace(minutes=14, device="cuda", tiny=True, out=None))
 
-    verdicts = dict(re.findall(r"^\| (\w+) \| (ok|failed|skipped)", done.stdout, re.M))
-    assert verdicts == dict.fromkeys(names, "ok"), done.stdout + done.stderr
+    said = capfd.readouterr().out
+    verdicts = dict(re.findall(r"^\| (\w+) \| (ok|failed|skipped)", said, re.M))
+    assert verdicts == dict.fromkeys((step.name for step in steps), "ok"), said
     if is_by_day:
-        (passed,) = re.findall(r"^\| tests \| ok \| passed (\d+)", done.stdout, re.M)
+        assert {*BY_DAY} == {*verdicts}
+        (passed,) = re.findall(r"^\| tests \| ok \| passed (\d+)", said, re.M)
         assert int(passed) > 40

@@ -14,6 +14,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import stand_in_gpu
@@ -24,6 +25,7 @@ from gpu_steps.step import Setting
 from forge_core.cli import main as forge
 from forge_core.config.builder import ComponentBuilder
 from forge_core.registry.discovery import discover
+from forge_core.train.trainer import Trainer
 from forge_plugins_data.preference_reference import write_reference
 from forge_plugins_vlm.tasks.shapes import write_shapes
 
@@ -42,8 +44,7 @@ def main(jobs: Path, folder: Path) -> None:
         if job["like"] == name:
             on_cpu[name] = [*train(devices["cpu"], name, *settings, sparse=job["sparse"]).losses]
         losses = train(devices["cuda"], name, *settings, sparse=job["sparse"]).losses
-        few, many = (_waits(devices["cuda"], job, steps) for steps in (3, 5))
-        answer = {"name": name, "cpu": on_cpu[job["like"]], "gpu": [*losses], "waits": many - few}
+        answer = {"name": name, "cpu": on_cpu[job["like"]], "gpu": [*losses], "waits": _waits(devices["cuda"], job)}
         print(json.dumps(answer), flush=True)
 
 
@@ -68,12 +69,20 @@ def _extract(folder: Path) -> None:
         assert forge([*command, "--out", str(folder / "activations"), "data.validation=0.1"]) == 0
 
 
-def _waits(device: Setting, job: dict[str, Any], steps: int) -> Counter[str]:
-    """Of a run of which no step but the first and the last is logged."""
-    unlogged = (f"train.steps={steps}", "metrics.interval=1000")
-    with stand_in_gpu.waits() as waits:
-        train(device, f"{job['name']}-{steps}", *job["settings"], *unlogged, sparse=job["sparse"])
-    return waits
+def _waits(device: Setting, job: dict[str, Any]) -> Counter[str]:
+    """Of steps 4 and 5 of six, of which the first and the last are logged."""
+    before_step: list[Counter[str]] = []
+    train_step = Trainer._train_step
+
+    def noted(trainer: Trainer, microbatches: Any) -> bool:
+        before_step.append(Counter(waits))
+        return train_step(trainer, microbatches)
+
+    unlogged = ("train.steps=6", "metrics.interval=1000")
+    with stand_in_gpu.waits() as waits, patch.object(Trainer, "_train_step", noted):
+        train(device, f"{job['name']}-unlogged", *job["settings"], *unlogged, sparse=job["sparse"])
+    assert len(before_step) == 6
+    return before_step[5] - before_step[3]
 
 
 if __name__ == "__main__":

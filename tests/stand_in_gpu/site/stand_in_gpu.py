@@ -60,11 +60,11 @@ def waits() -> Iterator[Counter[str]]:
     counted: Counter[str] = Counter()
 
     def count(operator: bytes) -> None:
-        stack = traceback.extract_stack()
-        if any(frame.filename.endswith("_higher_order_ops/flex_attention.py") for frame in stack):
+        stack = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_stack(sys._getframe(1))]
+        if any(file.endswith("_higher_order_ops/flex_attention.py") for file, _ in stack):
             return  # of the products that stand for its kernel
-        frames = [frame for frame in stack if "/forge_" in frame.filename]
-        place = f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else "torch"
+        file, line = next((one for one in stack if "/forge_" in one[0]), ("torch", 0))
+        place = f"{Path(file).name}:{line}" if line else file
         counted[f"{operator.decode()} in {place}"] += 1
 
     called = _ON_WAIT(count)
