@@ -10,6 +10,7 @@ from typing import Any
 
 import attrs
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 from torch.utils._pytree import tree_iter
 
@@ -166,6 +167,8 @@ class MemoryLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func.namespace == "prim":  # asks for a device, which is most of what is called
+            if isinstance(args[0], FakeTensor):  # which the mode below would find out by many questions
+                return FakeTensor.__torch_dispatch__(func, types, args)
             return func(*args, **(kwargs or {}))
         # a DTensor's operation is seen again as those on its local tensor and its collectives
         if any(is_traceable_wrapper_subclass_type(one) for one in types):
