@@ -316,7 +316,7 @@ def _is_checkpoint(path: Path) -> bool:
             return False
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
-    raise ConfigError(f"{path} does not exist; give a run's directory or a checkpoint's")
+    raise ConfigError(f"there is no directory {path}; give a run's directory or a checkpoint's")
 
 
 def open_checkpoint(path: Path, problem_of: Callable[[Path], str | None] | None = None) -> Checkpoint:

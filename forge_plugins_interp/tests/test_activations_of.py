@@ -182,7 +182,7 @@ def test_a_run_resumes_exactly_and_two_ranks_learn_the_same(folder, monkeypatch)
             "data: site: site 'blocks.0.resid': the model has none of that name; did you mean",
         ),
         (["data.site=blocks.*.z"], "data: site = 'blocks.*.z': means 2 sites; name one of them"),
-        (["data.run=runs/no"], "data: runs/no does not exist; give a run's directory"),
+        (["data.run=runs/no"], "data: there is no directory runs/no; give a run's directory"),
         (["train.seq_len=128"], "train.seq_len = 128: the model of runs/tiny takes 64"),
         (["model.width=33"], "model.width: 33 is not the width of the site, which is 32"),
         (["data.target_site=blocks.1.z"], "reads one site; leave data.target_site out"),

@@ -100,4 +100,4 @@ def test_results_that_cannot_be_written_are_a_sentence(run, tmp_path, capsys):
 
 def test_a_checkpoint_that_is_not_there_is_a_sentence(tmp_path, capsys):
     assert main(["sites", str(tmp_path / "nowhere")]) == 2
-    assert "does not exist" in capsys.readouterr().err
+    assert f"there is no directory {tmp_path / 'nowhere'}" in capsys.readouterr().err

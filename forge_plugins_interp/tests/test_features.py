@@ -366,7 +366,7 @@ def test_a_page_of_a_transcoder_names_what_it_predicts(here):
         (["runs/sae", "--out", "a.html", "--latents", "24"], "latent 24: the dictionary has the latents 0 to 23"),
         (["runs/tiny", "--out", "a.html"], "contexts come from an activation_store"),
         (["runs/sae", "--out", "a.html", "--base", "runs/sae"], "was extracted from another checkpoint, of step 2"),
-        (["nowhere", "--out", "a.html"], "nowhere does not exist"),
+        (["nowhere", "--out", "a.html"], "there is no directory nowhere"),
         (["runs/sae", "--out", "nowhere/a.html"], "--out nowhere/a.html: the folder nowhere is not there"),
     ],
 )

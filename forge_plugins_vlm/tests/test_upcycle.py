@@ -166,7 +166,7 @@ def test_the_same_seed_draws_the_same_encoder(folder, tmp_path):
         ("joint", ["--to", "moma", "model.n_layers=1"], "the new one has no blocks.1."),
         ("joint", ["--to", "moma", "--seed", "9" * 20], "'--seed': 99999999999999999999 is not in the range"),
         ("adapted", ["--to", "moma"], "was trained with the pass lora, whose parameters another model would lack"),
-        ("nothing", ["--to", "moma"], "does not exist"),
+        ("nothing", ["--to", "moma"], "there is no directory "),
     ],
 )
 def test_what_does_not_fit_is_a_sentence(folder, tmp_path, capsys, run, arguments, sentence):

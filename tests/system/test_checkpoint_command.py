@@ -141,8 +141,18 @@ def test_prune_leaves_a_run_alone_that_is_training(run, capsys):
     assert len(_steps(run)) == 5
 
 
-@pytest.mark.parametrize("command", ["list", "show", "verify", "prune"])
-def test_a_path_without_a_run_is_named(tmp_path, capsys, command):
-    assert main(["checkpoint", command, str(tmp_path / "nowhere")]) == 2
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("list", "{} does not exist"),
+        ("show", "there is no directory {}"),
+        ("verify", "{} does not exist"),
+        ("prune", "{} does not exist"),
+    ],
+)
+def test_a_path_without_a_run_is_named(tmp_path, capsys, command, said):
+    nowhere = tmp_path / "nowhere"
 
-    assert "nowhere does not exist" in capsys.readouterr().err
+    assert main(["checkpoint", command, str(nowhere)]) == 2
+
+    assert said.format(nowhere) in capsys.readouterr().err

@@ -180,8 +180,9 @@ def test_a_tensor_of_two_runs_is_refused(start, source, capfd):
         (['checkpoint.load.include=["*"]', 'checkpoint.load.exclude=["*.exp_avg"]'], "needs all of it or none"),
         (
             ["checkpoint.load.path=nowhere"],
-            "checkpoint.load.path=nowhere: checkpoint.load.path: nowhere does not exist",
+            "checkpoint.load.path=nowhere: checkpoint.load.path: there is no directory nowhere",
         ),
+        (["checkpoint.load.path=/dev/null"], "there is no directory /dev/null; give a run's directory"),
         (["--resume", "0"], "checkpoint.load: has no effect"),
     ],
 )
