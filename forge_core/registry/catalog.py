@@ -185,10 +185,8 @@ class Catalog:
     def owner_of(self, module: str) -> Plugin | None:
         """The plugin from whose package a module is: one of its factories is there, too."""
         package = module.partition(".")[0]
-        for plugin in self.plugins:
-            if any(component.factory.partition(".")[0] == package for _, component in plugin.components):
-                return plugin
-        return None
+        owners = (one for one in self.plugins if any(its.factory.split(".")[0] == package for _, its in one.components))
+        return next(owners, None)
 
     def command(self, name: str) -> tuple[Command, Plugin] | None:
         """A plugin's command, or ``None`` if no plugin has one of that name.

@@ -194,6 +194,11 @@ class PassComponent(Component):
     bf16 with parameters in fp32. An axis above 1 is resolved to the one installed pass that serves it, as a name is."""
 
 
+def _is_description(_: object, attribute: attrs.Attribute[type[Component]], value: type[Component]) -> None:
+    if not (isinstance(value, type) and issubclass(value, Component)):
+        raise ValueError(f"{attribute.name} must be Component, or a class that extends it, got {value!r}")
+
+
 @attrs.frozen(kw_only=True)
 class Kind:
     """An extension point. Plugins add kinds of their own with the hook ``forge_kinds``."""
@@ -205,10 +210,10 @@ class Kind:
     summary: str = attrs.field(validator=_is_summary)
     contract: str = attrs.field(validator=_is_reference)
     """``"package.module:Class"``: the protocol of what a factory returns, for the documentation and the kit."""
-    descriptor: type[Component] = Component
+    descriptor: type[Component] = attrs.field(default=Component, validator=_is_description)
     returns: str = attrs.field(default="", validator=_is_reference)
     """``"package.module:Class"``, of which a factory must return an instance; empty if there is no such class."""
-    optional: tuple[str, ...] = attrs.field(default=(), converter=_names)
+    optional: tuple[str, ...] = attrs.field(default=(), converter=_names, validator=_are_names)
     """Keywords that only those factories are given which take them."""
 
 

@@ -123,26 +123,19 @@ class _Candidate:
                 module: Any = import_module(path)
             if attribute:
                 module = getattr(module, attribute)
-        except _ANYTHING as error:
+        except _ANYTHING:
             # A plugin for a later minor usually fails here, at a name that forge_core.api does not have yet.
             self._check_version(_version_in_source(path))
-            self.fail("broken", _sentence(error), error)
-            return
+            raise
         finally:
             heavy = tuple(name for name in HEAVY_MODULES if name in sys.modules and name not in before)
             self.plugin = attrs.evolve(self.plugin, import_seconds=time.perf_counter() - start, heavy=heavy)
-        self._check_version(getattr(module, "FORGE_API", None))
+        self._check_version(inspect.getattr_static(module, "FORGE_API", None))
+        if (other := manager.get_name(module)) is not None:
+            self.fail("broken", f"its plugin module '{reference}' is also the one of {other}")
         if self.plugin.status != "ok":
             return
-        other = manager.get_name(module)
-        if other is not None:
-            self.fail("broken", f"its plugin module '{reference}' is also the one of {other}")
-            return
-        try:
-            manager.register(module, name=self.distribution)
-        except _ANYTHING as error:
-            self.fail("broken", _sentence(error), error)
-            return
+        manager.register(module, name=self.distribution)
         self.module = module
         self.hooks = {
             caller.name: [one for one in caller.get_hookimpls() if one.plugin_name == self.distribution]
@@ -152,7 +145,7 @@ class _Candidate:
     def _check_version(self, stated: object) -> None:
         if stated is None:
             return
-        parsed = re.fullmatch(r"(\d+)\.(\d+)", stated) if isinstance(stated, str) else None
+        parsed = re.fullmatch(r"(\d{1,9})\.(\d{1,9})", stated) if isinstance(stated, str) else None
         if parsed is None:
             self.fail("broken", f'FORGE_API must be a string such as "1.0", got {stated!r}')
         elif int(parsed[1]) != _MAJOR:
@@ -165,7 +158,10 @@ def _load(candidates: Iterable[_Candidate], manager: pluggy.PluginManager) -> No
     """Load what has not been refused, and ask it for the kinds that it adds."""
     for candidate in candidates:
         if candidate.plugin.status == "ok":
-            candidate.load(manager)
+            try:
+                candidate.load(manager)
+            except _ANYTHING as error:  # its module may be any object, which looks are enough to make fail
+                candidate.fail("broken", _sentence(error), error)
             kinds = _yielded(candidate, "forge_kinds", Kind)
             if candidate.loaded:
                 candidate.plugin = attrs.evolve(candidate.plugin, kinds=tuple(kinds))
@@ -234,7 +230,7 @@ def _collect(candidates: Collection[_Candidate]) -> None:
 
 def _listed(candidate: _Candidate, kinds: Iterable[Kind]) -> dict[str, list[Component]]:
     """The list ``components`` of a plugin module, by kind; the plugin is broken if it holds anything else."""
-    listed = getattr(candidate.module, "components", ())
+    listed = inspect.getattr_static(candidate.module, "components", ())
     descriptors, found = {kind.name: kind.descriptor for kind in kinds}, dict[str, list[Component]]()
     if isinstance(listed, (Iterable, Component)) and not isinstance(listed, (list, tuple)):
         candidate.fail("broken", f"components: it must be a list of descriptions, not {_a(listed)}")
@@ -282,11 +278,10 @@ def _yielded(candidate: _Candidate, hook: str, expected: type[Description]) -> l
                 result = implementation.function()
                 if not isinstance(result, Iterable):
                     raise PluginError(f"it must yield descriptions or return a list of them, not {_a(result)}")
-                descriptions = list(result)
-            for description in descriptions:
-                if not isinstance(description, expected):
-                    raise PluginError(f"it must yield descriptions of type {expected.__name__}, not {_a(description)}")
-                found.append(description)
+                for one in result:
+                    if not isinstance(one, expected):
+                        raise PluginError(f"it must yield descriptions of type {expected.__name__}, not {_a(one)}")
+                    found.append(one)
         except _ANYTHING as error:
             candidate.fail("broken", f"{hook}: {_sentence(error)}", error)
             return []
@@ -309,7 +304,11 @@ def _version_in_source(path: str) -> str | None:
 
 def _sentence(error: BaseException) -> str:
     """One line. A message of ours stands alone; others are told by their type as well."""
-    message = " ".join(str(error).split())
+    says = error.args[0] if any(isinstance(one, attrs.Attribute) for one in error.args) else error  # of its validators
+    try:
+        message = " ".join(str(says).split())
+    except _ANYTHING:
+        message = "its message cannot be read"
     return message if isinstance(error, ForgeError) else f"{type(error).__name__}: {message}".rstrip(": ")
 
 

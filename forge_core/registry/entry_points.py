@@ -114,4 +114,4 @@ def _text(file: str) -> str:
 
 
 _CORE = re.compile(r"^Requires-Dist: forge[-_.]core\b([^;\n]*)$", re.M | re.I)
-_GROUP = re.compile(r"\[forge\.v(\d+)\]")
+_GROUP = re.compile(r"\[forge\.v(\d{1,9})\]")

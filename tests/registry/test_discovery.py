@@ -114,6 +114,36 @@ def test_a_plugin_that_raises_on_import_is_broken_and_its_traceback_is_kept(make
     assert source in plugin.traceback
 
 
+UNREADABLE = """
+    class Unreadable(Exception):
+        def __str__(self):
+            raise ValueError("no words")
+
+        __repr__ = __str__
+
+"""
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        (UNREADABLE + "    raise Unreadable", "Unreadable: its message cannot be read"),
+        (UNREADABLE + "    FORGE_API = Unreadable()", "ValueError: no words"),
+    ],
+)
+def test_what_even_looking_at_a_plugin_raises_touches_no_other(make_distribution, source, reason):
+    plugin = broken(make_distribution, source)
+
+    assert (plugin.status, plugin.reason) == ("broken", reason)
+
+
+def test_a_plugin_module_that_makes_its_names_on_demand_is_asked_for_its_own_alone(make_distribution):
+    lazy = "\n    def __getattr__(name):\n        return {}[name]\n"
+    make_distribution("acme-lazy", files=router_plugin("acme_lazy", more=lazy))
+
+    assert names(find("acme-lazy")) == ["router:topk"]
+
+
 HOOK = "from forge_core.api import Command, Component, Kind, PassComponent, hookimpl\n"
 
 
@@ -139,6 +169,28 @@ HOOK = "from forge_core.api import Command, Component, Kind, PassComponent, hook
             "@hookimpl\ndef forge_routers(): pass",
             "forge_routers: it must yield descriptions or return a list of them, not None",
             id="a hook that returns nothing",
+        ),
+        pytest.param(
+            "@hookimpl\ndef forge_routers():\n    while True:\n        yield 1",
+            "forge_routers: it must yield descriptions of type Component, not an int",
+            id="numbers without end",
+        ),
+        pytest.param(
+            "@hookimpl\ndef forge_kinds():\n    yield Kind(name='a', hook='as', summary='s', contract='a.b:C')",
+            "forge_kinds: ValueError: 'hook' must match regex 'forge_[a-z_]+' ('as' doesn't)",
+            id="a kind whose hook has no prefix",
+        ),
+        pytest.param(
+            "@hookimpl\ndef forge_kinds():\n    yield Kind(name='a', hook='forge_as', summary='s', contract='a.b:C', "
+            "descriptor=int)",
+            "forge_kinds: ValueError: descriptor must be Component, or a class that extends it, got <class 'int'>",
+            id="a kind whose descriptions are none",
+        ),
+        pytest.param(
+            "@hookimpl\ndef forge_kinds():\n    yield Kind(name='a', hook='forge_as', summary='s', contract='a.b:C', "
+            "optional=(3,))",
+            "forge_kinds: ValueError: optional must be lower-case words joined by '_' or '-', got 3",
+            id="a kind whose keywords are none",
         ),
         pytest.param(
             "@hookimpl\ndef forge_routers():\n    yield 'topk'",
@@ -297,7 +349,7 @@ def test_a_later_minor_version_is_incompatible_even_if_the_import_fails(make_dis
     assert plugin.reason.startswith("needs plugin API >= 1.7, this is forge-core 0.1.0 (API 1.5)")
 
 
-@pytest.mark.parametrize("stated", ["1.0.0", "1", 1.0, "2.0"])
+@pytest.mark.parametrize("stated", ["1.0.0", "1", 1.0, "2.0", "1." + "9" * 5000])
 def test_a_malformed_or_contradictory_api_version_is_an_error(make_distribution, stated):
     plugin = broken(make_distribution, f"FORGE_API = {stated!r}")
 
