@@ -286,6 +286,23 @@ def test_plugins_show_prints_the_keys_of_a_component(acme, capsys):
     ]
 
 
+@pytest.mark.parametrize(
+    ("keys", "error"),
+    [
+        ('size: "Unknown" = 1', "NameError: name 'Unknown' is not defined"),
+        ("size: int = attrs.field(factory=lambda: 1 // 0)", "ZeroDivisionError: integer division or modulo by zero"),
+    ],
+)
+def test_plugins_show_says_whose_bug_it_is_that_keys_cannot_be_read(make_distribution, capsys, keys, error):
+    config = f"import attrs\n\n@attrs.frozen(kw_only=True)\nclass SgdConfig:\n    {keys}\n"
+    make_distribution("acme", "0.3", {"acme/plugin.py": PLUGIN, "acme/config.py": config})
+
+    assert main(["plugins", "show", "optimizer", "plain"]) == 2
+
+    why = f"error: acme 0.3: the keys of 'acme.config:SgdConfig' cannot be read ({error}). This is a bug in acme.\n"
+    assert capsys.readouterr().err == why
+
+
 def test_the_nearest_value_of_an_option_is_named(capsys):
     for written, hint in (
         ("hf", "Did you mean 'huggingface'?"),

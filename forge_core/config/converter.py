@@ -19,6 +19,7 @@ from cattrs import Converter
 from forge_core.config.describe import describe, one_of
 from forge_core.config.problems import MAX_SHOWN, InvalidError, Problem
 from forge_core.config.shorthands import as_written
+from forge_core.config.unstructure import plain
 from forge_core.config.validators import violations
 from forge_core.contracts.component_ref import ComponentRef
 from forge_core.errors import ConfigError, PluginError, nearest, nearest_hint, with_article
@@ -136,8 +137,7 @@ class _StrictConverter(Converter):
         given = {key: (value[key], field.type) for key, field in fields.items() if key in value}
         missing = {key: field for key, field in fields.items() if key not in value and field.default is attrs.NOTHING}
         for key, field in [*missing.items()]:
-            slot = slot_of(field.type)
-            if slot is not None and slot.default is not None:
+            if (slot := slot_of(field.type)) is not None and slot.default is not None:
                 given[key] = ({"name": slot.default}, field.type)
                 del missing[key]
         problems = [] if self._ignores_unknown else _unknown_keys(value, fields, missing)
@@ -197,7 +197,9 @@ class _StrictConverter(Converter):
             with output_of(provided.plugin.distribution):
                 if hasattr(cls, "expand") and callable(cls.expand):  # it may be a key
                     keys, written = cls.expand(keys)
-                return self.structure(keys, cls), {**written, **shorthand}
+                config = self.structure(keys, cls)
+                plain(config)  # a default may be anything, and has to be written
+                return config, {**written, **shorthand}
         except InvalidError as error:
             raise InvalidError(
                 [one.moved(lambda path: as_written(as_written(path, written), shorthand)) for one in error.problems]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
+from datetime import date, time
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,11 @@ from forge_core.contracts.component_ref import ComponentRef
 
 
 def plain(value: Any) -> Any:
-    """``value`` in types that TOML has: all fields of a table, without ``None``, and components by qualified name."""
+    """``value`` in types that TOML has: all fields of a table, without ``None``, and components by qualified name.
+
+    Raises:
+        TypeError: TOML has no such value.
+    """
     if isinstance(value, ComponentRef):
         for key, instead in value.written.items():
             if not instead:  # a string that stands for the table is written as one
@@ -30,5 +35,7 @@ def plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [plain(item) for item in value]
     if isinstance(value, Enum):
-        return value.value
+        return plain(value.value)
+    if value is not None and not isinstance(value, (str, int, float, date, time, Path)):
+        raise TypeError(f"{value!r} cannot be written in TOML")
     return str(value) if isinstance(value, Path) else value

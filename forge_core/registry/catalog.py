@@ -145,8 +145,7 @@ class Catalog:
                 key path in front; the caller knows it.
         """
         provided = self.find(kind, name)
-        missing = [module for module in provided.component.modules if not is_importable(module)]
-        if missing:
+        if missing := [module for module in provided.component.modules if not is_importable(module)]:
             raise ConfigError(
                 f"{kind_words(kind)} '{provided.component.name}' of {provided.plugin} needs "
                 f"{', '.join(repr(module) for module in missing)}, which cannot be imported; {provided.how_to_install}"

@@ -22,12 +22,10 @@ def why_no_component(catalog: Catalog, kind: str, name: str) -> str:
     available = sorted({one.component.name for one in catalog.components(kind)})
     wanted = with_article(kind_words(kind))
     choice = f"Available: {', '.join(available)}." if available else f"None is installed.{_install_hint(kind)}"
-    elsewhere = [other for other in sorted(catalog.kinds) if other != kind and catalog.providers(other, name)]
-    if elsewhere:
+    if elsewhere := [other for other in sorted(catalog.kinds) if other != kind and catalog.providers(other, name)]:
         names = " and ".join(with_article(kind_words(other)) for other in elsewhere)
         return f"'{name}' names {names}; this key needs {wanted}. {choice}"
-    published = _where_published(catalog, kind, name)
-    if published:
+    if published := _where_published(catalog, kind, name):
         return f"{kind_words(kind)} '{name}' {published}{notes(catalog)}"
     known = [own for one in catalog.components(kind) for own in (one.component.name, *one.component.aliases)]
     near = did_you_mean(name, known) or _near_published(catalog, kind, name)
@@ -43,8 +41,7 @@ def why_no_kind(catalog: Catalog, kind: str) -> str:
 
 def why_no_command(catalog: Catalog, name: str, core: Iterable[str]) -> str:
     """Why there is no such sub-command, neither among the ``core`` ones nor among those of plugins."""
-    published = _where_published(catalog, "command", name)
-    if published:
+    if published := _where_published(catalog, "command", name):
         return f"the command '{name}' {published}"
     return f"there is no command '{name}'.{did_you_mean(name, [*core, *catalog.commands])}{notes(catalog)}"
 
@@ -84,8 +81,7 @@ def _why_not_there(catalog: Catalog, kind: str, name: str, distribution: str) ->
     plugin = next((plugin for plugin in catalog.plugins if plugin.distribution == distribution), None)
     what = f"{kind_words(kind)} '{name}'"
     if plugin is None:
-        published = _where_published(catalog, kind, name, distribution)
-        if published:
+        if published := _where_published(catalog, kind, name, distribution):
             return f"{what} {published}"
         near = did_you_mean(distribution, [plugin.distribution for plugin in catalog.plugins])
         return f"no plugin named '{distribution}' is installed, which should provide {what}.{near}"

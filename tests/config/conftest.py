@@ -159,6 +159,16 @@ class UnresolvableConfig:
     mesh: Unknown | None = None  # type: ignore[name-defined]  # noqa: F821  # this is what it is for
 
 
+@attrs.frozen(kw_only=True)
+class UnwritableConfig:
+    phase: Any = 1j
+
+
+@attrs.frozen(kw_only=True)
+class FailingConfig:
+    size: int = attrs.field(factory=lambda: 1 // 0)
+
+
 not_a_class = "a string"
 
 
@@ -200,6 +210,8 @@ def catalog() -> Catalog:
         ("router", component("gone", "forge_core.errors:Gone")),
         ("router", component("not_a_class", "not_a_class")),
         ("router", component("unresolvable", "UnresolvableConfig")),
+        ("router", component("unwritable", "UnwritableConfig")),
+        ("router", component("failing", "FailingConfig")),
         ("optimizer", component("muon", "MuonConfig")),
     )
     return Catalog(

@@ -456,6 +456,10 @@ BAD = [
         "model.feed_forward = {name = 'moe', router = 'unresolvable'}",
         "name 'Unknown' is not defined). This is a bug in",
     ),
+    (
+        "model.feed_forward = {name = 'moe', router = 'unwritable'}",
+        "UnwritableConfig' fails (TypeError: 1j cannot be written in TOML). This is a bug in acme-routers",
+    ),
 ]
 
 

@@ -149,5 +149,16 @@ def test_deprecated_components_are_marked(schema):
     assert schema["$defs"]["optimizer.standard:adam-w"]["deprecated"] is True
 
 
-def test_a_component_that_cannot_be_imported_does_not_spoil_the_rest(schema):
-    assert "cannot import" in schema["$defs"]["router.acme-routers:gone"]["$comment"]
+@pytest.mark.parametrize(
+    ("router", "why"),
+    [
+        ("gone", "cannot import"),
+        ("unresolvable", "name 'Unknown' is not defined"),
+        ("unwritable", "1j cannot be written in TOML"),
+        ("failing", "modulo by zero"),
+    ],
+)
+def test_a_component_whose_keys_cannot_be_known_does_not_spoil_the_rest(schema, router, why):
+    json.dumps(schema)
+
+    assert why in schema["$defs"][f"router.acme-routers:{router}"]["$comment"]

@@ -17,7 +17,6 @@ from forge_core.config.field_docs import field_docs
 from forge_core.config.sections import Job
 from forge_core.config.validators import schema_limits
 from forge_core.contracts.command import Invocation
-from forge_core.errors import PluginError
 from forge_core.job import plain
 from forge_core.registry.catalog import Catalog, CatalogEntry
 
@@ -44,7 +43,7 @@ def job_schema(catalog: Catalog) -> dict[str, Any]:
     """JSON Schema, draft 2020-12, of what may stand in a configuration file.
 
     Required keys are not marked: a file may extend another one that has them, and ``forge validate`` knows. Components
-    whose config class cannot be imported are accepted by name, with any keys.
+    whose config class cannot be imported or read are accepted by name, with any keys.
     """
     return _Schema(catalog).whole()
 
@@ -173,7 +172,8 @@ class _Schema:
             about |= {"deprecated": True, "$comment": component.deprecated}
         try:
             table = self._table(config_class(provided, self._catalog.kinds[kind])[0])
-        except (PluginError, NameError, TypeError) as error:  # it cannot be imported, or its types make no sense
+            json.dumps(table)  # its defaults may be anything
+        except Exception as error:  # noqa: BLE001  # it cannot be imported, or its types or defaults make no sense
             return {**about, "type": "object", "$comment": str(error)}
         table["properties"] = {"name": {"type": "string"}, **table["properties"]}
         return {**about, **table}

@@ -16,6 +16,7 @@ from forge_core.commands.table import aligned, wrapped
 from forge_core.config.converter import config_class, slot_of
 from forge_core.config.field_docs import field_docs, type_words
 from forge_core.contracts.command import Invocation
+from forge_core.errors import PluginError
 from forge_core.passes.rules import condition_words, other_words
 from forge_core.registry.catalog import is_importable
 
@@ -51,7 +52,13 @@ def show(invocation: Invocation, kind: str, name: str, as_json: bool) -> None:
     catalog = invocation.catalog()
     provided = catalog.find(kind, name)
     component, plugin = provided.component, provided.plugin
-    keys = _keys(config_class(provided, catalog.kinds[kind])[0])
+    config = config_class(provided, catalog.kinds[kind])[0]
+    try:
+        keys = _keys(config)
+    except Exception as error:
+        source = component.config or component.factory
+        why = f"the keys of '{source}' cannot be read ({type(error).__name__}: {error})"
+        raise PluginError(f"{plugin}: {why}. This is a bug in {plugin.distribution}.") from error
     if as_json:
         print_json(Shown(listed(kind, provided), keys))
         return
