@@ -45,7 +45,7 @@ def write_package(kind: str, name: str, parent: Path) -> Path:
         raise ConfigError(
             f"no package can be written for the kind '{kind}'.{did_you_mean(kind, HOOKS)} Kinds: {', '.join(HOOKS)}"
         )
-    check_name(name)
+    check_name(name, kind)
     target = new_folder(name, parent)
     write_files(target, package_files(kind, name))
     return target
@@ -131,18 +131,37 @@ def filled(files: Mapping[str, str], values: Mapping[str, str]) -> dict[str, str
     }
 
 
-def check_name(name: str) -> None:
+def check_name(name: str, kind: str = "") -> None:
     """
+    Args:
+        kind: of the template in which a class of this name is written.
+
     Raises:
-        ConfigError: it cannot be the name of a package.
+        ConfigError: it cannot be the name of a package, or of the class.
     """
     package = name.replace("-", "_")
+    if len(name) > _LONGEST:
+        raise ConfigError(f"'{name[:8]}…' cannot be the name: it has {len(name)} characters, of at most {_LONGEST}")
     if not re.fullmatch(r"[a-z][a-z0-9]*([-_][a-z0-9]+)*", name):
         raise ConfigError(f"'{name}' cannot be the name: write lower-case words joined by '-', such as noisy-gate")
-    if package in sys.stdlib_module_names or keyword.iskeyword(package):
-        raise ConfigError(f"'{name}' cannot be the name: Python has '{package}' itself; add a word, such as my-{name}")
+    for one in (package, _class_name(package)):
+        if one in sys.stdlib_module_names or keyword.iskeyword(one):
+            raise ConfigError(f"'{name}' cannot be the name: Python has '{one}' itself; add a word, such as my-{name}")
     if find_spec(package) is not None:
         raise ConfigError(f"'{name}' cannot be the name: a package '{package}' is installed already; choose another")
+    text = Path(__file__).with_name(f"{kind}.txt").read_text(encoding="utf-8") if kind else ""
+    taken = re.findall(r"\w+", " ".join(re.findall("^(?:from|import|class) .*", text, re.MULTILINE)))
+    for one in (_class_name(package), f"{_class_name(package)}Config"):
+        if one in taken:
+            raise ConfigError(f"'{name}' cannot be the name: its code uses another {one}; add a word, as in my-{name}")
+
+
+_LONGEST = 64
+"""Characters of a name: its folder's and files' have some more."""
+
+
+def _class_name(package: str) -> str:
+    return "".join(word.capitalize() for word in package.split("_"))
 
 
 def names_of(kind: str, name: str) -> dict[str, str]:
@@ -158,7 +177,7 @@ def names_of(kind: str, name: str) -> dict[str, str]:
         "name": underscored,
         "package": underscored,
         "distribution": name.replace("_", "-"),
-        "class_name": "".join(word.capitalize() for word in underscored.split("_")),
+        "class_name": _class_name(underscored),
         "core_version": f"{major}.{minor}",
         "core_bound": bound,
         "dependencies": f'"forge-core>={major}.{minor},<{bound}"',

@@ -61,7 +61,7 @@ def write_file(kind: str, name: str, parent: Path) -> Path:
         raise ConfigError(
             f"no plugin file can be written for the kind '{kind}'.{did_you_mean(kind, kinds)} Kinds: {', '.join(kinds)}"
         )
-    check_name(name)
+    check_name(name, kind)
     if not parent.is_dir():
         raise ConfigError(f"{parent} is not a directory; make it first, or leave out --dir")
     values = names_of(kind, name)
