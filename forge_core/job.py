@@ -167,8 +167,7 @@ def base_model(job: Job, resolve: Callable[[str, Mapping[str, Any]], ComponentRe
     Raises:
         ConfigProblems: there is no such model.
     """
-    base = getattr(getattr(job.parametrization, "config", None), "base", None)
-    if base is None:
+    if (base := getattr(getattr(job.parametrization, "config", None), "base", None)) is None:
         return job.model
     return resolve("model", layered(Document(plain(job.model), {}), Document(base, {})).table)
 
@@ -182,8 +181,7 @@ def deprecations(job: Job, catalog: Catalog) -> list[str]:
     """A line for each deprecated component that the job chooses."""
     lines = []
     for path, use in components(job):
-        sentence = catalog.find(use.kind, use.qualified_name).deprecation
-        if sentence:
+        if sentence := catalog.find(use.kind, use.qualified_name).deprecation:
             lines.append(f"{key_text(_written(path, job))}: {sentence}")
     return lines
 
@@ -241,8 +239,7 @@ def _plugin_problems(plugins: PluginsSection, catalog: Catalog, *, disables: boo
     problems = []
     installed = [plugin.distribution for plugin in catalog.plugins]
     for index, name in enumerate(plugins.disable if disables else ()):
-        wanted = canonical_distribution(name)
-        if wanted not in installed:
+        if (wanted := canonical_distribution(name)) not in installed:
             near = nearest(wanted, installed) or next((one for one in installed if wanted in one), None)
             hint = f"did you mean '{near}'?" if near else f"installed: {', '.join(installed) or 'none'}"
             sentence = f"no plugin of that name is installed; {hint}"
@@ -394,8 +391,7 @@ def data_phase(use: ComponentRef, phase: PhaseSection) -> Any:
     Raises:
         InvalidError: it is not what the class says, or the source has no phases.
     """
-    cls = getattr(type(use.config), "Phase", None)
-    if cls is None:
+    if (cls := getattr(type(use.config), "Phase", None)) is None:
         raise InvalidError.because(f"the data source {use.name} has no phases; leave data out")
     return structure(phase.data, cls, Catalog([]))
 

@@ -165,8 +165,7 @@ class _StrictConverter(Converter):
         slot = slot_of(annotation)
         assert slot is not None, "it is why cattrs calls this"
         table, shorthand = _component_table(value, slot, self._catalog)
-        name = table.get("name", slot.default)
-        if name is None:
+        if (name := table.get("name", slot.default)) is None:
             raise InvalidError.because(f"needs {_naming(slot, self._catalog)}", **_names(slot, self._catalog))
         if not isinstance(name, str):
             allowed, why = _names(slot, self._catalog), f"{EXPECTED_STRING}, got {describe(name)}"

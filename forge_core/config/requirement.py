@@ -21,8 +21,7 @@ def unmet(requirement: str) -> str | None:
     if asked is None or asked.extras or asked.marker or asked.url:
         raise ConfigError(f"'{requirement}' is not a requirement such as \"acme-routers>=0.3,<0.4\"")
     install = f"pip install '{requirement}'"
-    version = installed(asked.name)
-    if version is None:
+    if (version := installed(asked.name)) is None:
         return f"{asked.name} is not installed: {install}"
     if asked.specifier.contains(version, prereleases=True):
         return None

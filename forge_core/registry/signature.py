@@ -40,8 +40,7 @@ def signature_of(factory: str, kind: Kind) -> tuple[type, frozenset[str]]:
     """
     path, _, name = factory.partition(":")
     module = ModuleSource(path)
-    definition = module.definition(name)
-    if definition is None:
+    if (definition := module.definition(name)) is None:
         raise PluginError(f"{factory}: its signature cannot be read from the source; write a config class")
     parameters = {one.name: one for one in _parameters(module, definition, name)}
     given, base = _given_to(kind)

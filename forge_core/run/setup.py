@@ -196,7 +196,7 @@ def prepare(begun: Begun) -> RunSetup:
                 ("console", console),
                 *(("progress bar", bar) for bar in console.progress()),
                 *observers,
-                *callbacks,
+                *((f"callbacks[{index}] {name}", one) for index, (name, one) in enumerate(callbacks)),
             ]
         ),
         warm_start=warm_start,

@@ -145,6 +145,8 @@ class CheckedLoss:
             if tensor.ndim:
                 shape = tuple(tensor.shape)
                 raise PluginError(self._bug(f"returns a {name} of the shape {shape}, which must be a scalar"))
+        if torch.is_grad_enabled() and hidden.requires_grad and not found.total.requires_grad:
+            raise PluginError(self._bug("returns a total through which no gradient reaches the model"))
         if found.each is not None and getattr(found.each, "shape", None) != targets.shape:
             raise PluginError(self._bug("returns an each that is no tensor of the targets' shape"))
         return found

@@ -76,8 +76,7 @@ class EvaluationWeights:
         return found
 
     def _problem(self, name: str, tensor: Any) -> str | None:
-        parameter = self._model.parameters.get(name)
-        if parameter is None:
+        if (parameter := self._model.parameters.get(name)) is None:
             return f"{name!r}, and the model has no such parameter on this rank"
         if not isinstance(tensor, torch.Tensor) or not tensor.is_floating_point():
             found = tensor.dtype if isinstance(tensor, torch.Tensor) else type(tensor).__name__

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from inspect import isfunction, signature
+from inspect import iscoroutinefunction, isfunction, signature
 from typing import Any, cast
 
 import pluggy
@@ -28,7 +28,7 @@ OBSERVED = _events_of(Observer)
 
 
 class Events:
-    """Calls the callbacks that override an event, in the order of the job.
+    """Calls the callbacks that override an event, in the order given. Each has a name of its own.
 
     pluggy checks the callbacks and lets each take the arguments it wants; who listens is looked up once, so that an
     event without listeners is an empty loop.
@@ -37,12 +37,16 @@ class Events:
     def __init__(self, callbacks: Sequence[tuple[str, Callback]]) -> None:
         manager = _CallbackManager("forge_lifecycle")
         manager.add_hookspecs(Observer)
-        # the same callback may be named twice in a job, with two configurations
-        for index, (name, callback) in reversed(list(enumerate(callbacks))):  # pluggy calls the last one first
+        for name, callback in reversed(callbacks):  # pluggy calls the last one first
+            for event in EVENTS:
+                if iscoroutinefunction(getattr(callback, event, None)):
+                    raise PluginError(
+                        f"{name}: {event} is async, and nothing awaits it. This is a bug in the callback."
+                    )
             try:
-                manager.register(callback, name=f"callbacks[{index}] {name}")
+                manager.register(callback, name=name)
             except pluggy.PluginValidationError as error:
-                raise PluginError(f"callbacks[{index}] {name}: {error}. This is a bug in the callback.") from error
+                raise PluginError(f"{name}: {error}. This is a bug in the callback.") from error
         self._listeners: dict[str, list[tuple[str, Callable[..., None], tuple[str, ...]]]] = {
             event: [
                 (implementation.plugin_name, implementation.function, implementation.argnames)

@@ -161,8 +161,7 @@ class Metrics:
 
     def log_pending(self) -> None:
         """Log the last step that is to be logged, if it has not been."""
-        values = self.fetch()
-        if values is None:
+        if (values := self.fetch()) is None:
             return
         counts = values.keys() & {"skipped", "targets", "overflows"}
         values |= {name: int(values[name]) for name in counts if values[name].is_integer()}

@@ -290,8 +290,7 @@ class Saving:
 
     def close(self) -> None:
         """After a failure, too: what is being written is not cut off."""
-        saved = self.saver.close()
-        if saved is not None:
+        if (saved := self.saver.close()) is not None:
             self._note_end(saved)
         self.mirror.close()
 

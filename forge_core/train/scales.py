@@ -123,8 +123,7 @@ def step_scales(
 
 def weight_of_targets(batch: Batch) -> float:
     """The sum of the weights of its targets; without weights, how many they are."""
-    weights = batch.get("weights")
-    if weights is None:
+    if (weights := batch.get("weights")) is None:
         return count_targets(batch)
     return float(weights.numpy()[batch["targets"].numpy() != IGNORED].sum(dtype=np.float64))
 

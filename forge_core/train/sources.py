@@ -59,6 +59,7 @@ def open_source(
             phases=_data_phases(job, use) if split == "train" else (),
         )
         found: Source | StreamedSource = run_slowly_on_all_ranks(opened, beat)
+        _refuse_incomplete(found, use, build)
         source = StreamsByPosition(found) if isinstance(found, StreamedSource) else found
         if split != "validation" and isinstance(source, CheckedSource):  # whose files are those of the training data
             run_slowly_on_rank0(source.refuse_damaged, beat)
@@ -74,6 +75,14 @@ def open_source(
             f"is refused. This is a bug in {use.provider}."
         )
     return source
+
+
+def _refuse_incomplete(source: Any, use: ComponentRef, build: ComponentBuilder) -> None:
+    has_order = getattr(use.config, "has_own_order", False) or isinstance(source, (PositionedSource, StreamedSource))
+    for name in ("vocab_size", "tokenizer", *(() if has_order else ("__len__", "read"))):
+        if not hasattr(source, name):
+            words = f"{build.words_for(use)} has no {name}, which a data source must have"
+            raise PluginError(f"{words}. This is a bug in {use.provider}.")
 
 
 def _data_phases(job: Job, use: ComponentRef) -> list[tuple[int, Any]]:

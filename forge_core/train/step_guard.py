@@ -245,8 +245,7 @@ class StepGuard:
         elif not found:
             what = "an input of another replica is not finite"
         self._run.log(f"step {checked.step}: {what}; its update is left out (samples {_listed(_spans(ranges))})")
-        origin = self._origin_of(checked, found)
-        if origin is not None:
+        if (origin := self._origin_of(checked, found)) is not None:
             self._run.log(f"step {checked.step}: the first output that is not finite is that of {origin}")
         self._run.directory.write_event(
             "skipped",

@@ -48,8 +48,7 @@ class StepModules:
             left_out: scalar on the device, equal on all ranks; if it is not 0, modules keep the state they have.
         """
         reduced: dict[str, dict[str, torch.Tensor]] = {name: {} for name in self._modules}
-        named = [*self._accumulators()]
-        if named:
+        if named := [*self._accumulators()]:
             # counts of tokens pass 2**24, where fp32 stops counting; MPS has nothing wider
             wide = torch.float32 if named[0][2].device.type == "mps" else torch.float64
             flat = torch.cat([tensor.reshape(-1).to(wide) for _, _, tensor in named])

@@ -21,7 +21,8 @@ PLUGIN = """
 
     @hookimpl
     def forge_losses():
-        return [component(name) for name in ("one_mean", "mean", "bare", "flat_each", "all_targets")]
+        return [component(name) for name in ("one_mean", "mean", "bare", "flat_each", "detached",
+                                          "all_targets")]
 
     @hookimpl
     def forge_optimizers():
@@ -36,9 +37,24 @@ PLUGIN = """
     @hookimpl
     def forge_routers():
         return [component("nan_router")]
+
+    @hookimpl
+    def forge_data_sources():
+        for name in ("without_tokenizer", "without_read", "without_length"):
+            yield Component(name=name, summary="wrong", factory=f"wrong.parts:{name}", config="wrong.config:Samples")
+
+    @hookimpl
+    def forge_callbacks():
+        return [component("unlucky")]
 """
 CONFIG = """
     import attrs
+
+    from forge_core.contracts.data_source import DataSourceConfig
+
+    @attrs.frozen(kw_only=True)
+    class Samples(DataSourceConfig):
+        pass
 
     @attrs.frozen(kw_only=True)
     class Rate:
@@ -53,6 +69,7 @@ PARTS = """
 
     from torch import nn
 
+    from forge_core.contracts.callback import Callback
     from forge_core.contracts.loss import LossSum
     from forge_core.contracts.router import Routing
 
@@ -98,6 +115,10 @@ PARTS = """
             total, count = _cross_entropy(hidden, head, targets)
             return LossSum(total, count, torch.zeros(targets.numel()))
         return loss
+
+
+    def detached(config, /):
+        return lambda *given: LossSum(*(one.detach() for one in _cross_entropy(*given)))
 
 
     def bare(config, /):
@@ -192,6 +213,40 @@ PARTS = """
             return model, ["adapter"]
 
 
+    class without_length:
+        vocab_size, tokenizer = 256, None
+
+        def __init__(self, config, /, **_):
+            pass
+
+        def read(self, indices):
+            return {}
+
+
+    class without_read:
+        vocab_size, tokenizer, __init__ = 256, None, without_length.__init__
+
+        def __len__(self):
+            return 64
+
+
+    class without_tokenizer(without_read):
+        read = without_length.read
+
+        def __getattribute__(self, name):
+            if name == "tokenizer":
+                raise AttributeError(name)
+            return super().__getattribute__(name)
+
+
+    class unlucky(Callback):
+        def __init__(self, config, /):
+            pass
+
+        def step_end(self):
+            raise RuntimeError("no luck")
+
+
     class nan_router(nn.Module):
         def __init__(self, config, /, *, dim, n_experts):
             super().__init__()
@@ -250,6 +305,7 @@ def test_a_schedule_with_a_multiplier_that_is_none_ends_the_run_before_the_updat
         ("mean", r"returns \S+ for 128 targets and \S+ for the two halves of them together"),
         ("bare", r"returns a Tensor, which must be a LossSum"),
         ("flat_each", r"returns an each that is no tensor of the targets' shape"),
+        ("detached", r"returns a total through which no gradient reaches the model"),
     ],
 )
 def test_a_loss_that_is_no_sum_is_refused_in_the_first_step(run, loss, said):
@@ -258,6 +314,24 @@ def test_a_loss_that_is_no_sum_is_refused_in_the_first_step(run, loss, said):
     assert code == 2
     assert re.search(f"error: loss '{loss}' of wrong 1.2 {said}", text), text
     assert not lines
+
+
+@pytest.mark.parametrize(
+    ("source", "lacks"),
+    [("without_tokenizer", "tokenizer"), ("without_read", "read"), ("without_length", "__len__")],
+)
+def test_a_data_source_that_lacks_a_part_is_refused_before_the_run(run, source, lacks):
+    code, text, _ = run(f"data={{name='{source}'}}")
+
+    assert code == 2
+    assert f"error: data source '{source}' of wrong 1.2 has no {lacks}, which a data source must have. This" in text
+
+
+def test_a_callback_that_raises_is_named_by_its_place_in_the_job(run):
+    code, text, _ = run("callbacks=[{name='unlucky'}]")
+
+    assert code == 1
+    assert "error: RuntimeError: no luck\nraised by callbacks[0] plugin.wrong.callback.unlucky in step_end\n" in text
 
 
 def test_a_loss_that_miscounts_in_evaluation_is_refused_there(run):

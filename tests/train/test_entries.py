@@ -13,6 +13,8 @@ from forge_core.train.metrics import ABSENT, losses_of_sources
 
 TEXT = {name: KNOWN[name] for name in ("tokens", "targets")}
 
+HIDDEN = torch.zeros(())  # these losses look at targets alone
+
 
 class Reader(nn.Module):
     def forward(self, tokens, targets=None, loss=None, *, positions=None):
@@ -59,11 +61,11 @@ def test_forward_is_not_given_what_is_the_engine_s_and_the_first_loss_is_added_u
     batch = {"tokens": targets, "targets": targets, "source": torch.tensor([2, 0, 2])}
 
     inputs, unlogged = bind(loss, batch)
-    unlogged(None, None, targets)
+    unlogged(HIDDEN, None, targets)
     loss.sums_of_sources = torch.zeros(3, 2, dtype=torch.float64)
     _, bound = bind(loss, batch)
     for _ in range(2):  # a model that looks ahead calls it once more
-        assert float(bound(None, None, targets).total) == 17
+        assert float(bound(HIDDEN, None, targets).total) == 17
 
     assert inputs.keys() == {"tokens", "targets"}
     assert loss.sums_of_sources.tolist() == [[3, 1], [0, 0], [14, 4]]
@@ -85,10 +87,10 @@ def test_weights_of_targets_reach_the_loss_in_training_and_not_in_evaluations():
     inputs, bound = bind(loss, {"tokens": targets, "targets": targets, "weights": torch.arange(8.0).view(2, 4)})
 
     assert inputs.keys() == {"tokens", "targets"}
-    assert float(bound(None, None, targets).total) == 28
-    assert float(bound.of_part(lambda entry: entry[:, :1])(None, None, targets[:, :1]).total) == 4
+    assert float(bound(HIDDEN, None, targets).total) == 28
+    assert float(bound.of_part(lambda entry: entry[:, :1])(HIDDEN, None, targets[:, :1]).total) == 4
     with torch.no_grad():
-        assert float(bound(None, None, targets).total) == 8
+        assert float(bound(HIDDEN, None, targets).total) == 8
 
 
 def test_a_pass_that_cuts_targets_and_not_their_weights_is_named():
@@ -97,7 +99,7 @@ def test_a_pass_that_cuts_targets_and_not_their_weights_is_named():
     _, bound = bind(loss, {"tokens": targets, "targets": targets, "weights": torch.ones(2, 4)})
 
     with pytest.raises(PluginError, match=r"cut targets to \(2, 2\) and not the weights of the loss, \(2, 4\)"):
-        bound(None, None, targets[:, :2])
+        bound(HIDDEN, None, targets[:, :2])
 
 
 def test_a_loss_without_weights_is_refused_where_data_have_them():
@@ -129,9 +131,9 @@ def test_a_loss_is_given_the_entries_that_it_takes_and_the_model_is_not():
     _, plain = bind(loss, batch)  # a text that is evaluated
 
     assert inputs.keys() == {"tokens", "targets"}
-    assert float(bound(None, None, targets).total) == 28 * 6
-    assert float(bound.of_part(lambda entry: entry[:, :1])(None, None, targets[:, :1]).total) == 4 * 6
-    assert float(plain(None, None, targets).total) == 0
+    assert float(bound(HIDDEN, None, targets).total) == 28 * 6
+    assert float(bound.of_part(lambda entry: entry[:, :1])(HIDDEN, None, targets[:, :1]).total) == 4 * 6
+    assert float(plain(HIDDEN, None, targets).total) == 0
 
 
 def test_training_data_without_the_entries_of_the_loss_are_refused_and_so_is_a_loss_without_those_of_the_data():

@@ -32,7 +32,7 @@ def test_every_event_of_the_contract_is_called_by_name():
 
 def test_callbacks_are_called_in_the_order_of_the_job_each_with_the_arguments_it_takes():
     heard = []
-    lifecycle = Events([("a", Recorder("first", heard)), ("a", Recorder("second", heard))])
+    lifecycle = Events([("a", Recorder("first", heard)), ("b", Recorder("second", heard))])
 
     lifecycle.call("step_end", run=None, context=SimpleNamespace(step=3))
 
@@ -67,6 +67,15 @@ def test_an_argument_that_the_event_does_not_have_is_refused_before_the_run():
 
     with pytest.raises(PluginError, match="trainer"):
         Events([("a", Wrong())])
+
+
+def test_an_event_that_nothing_would_await_is_refused_before_the_run():
+    class Async(Callback):
+        async def step_end(self, context):
+            pass
+
+    with pytest.raises(PluginError, match="a: step_end is async, and nothing awaits it"):
+        Events([("a", Async())])
 
 
 def test_a_method_that_looks_like_an_event_is_named_and_one_that_helps_is_not():
