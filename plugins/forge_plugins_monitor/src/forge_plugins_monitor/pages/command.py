@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import webbrowser
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import attrs
 import click
@@ -14,7 +15,7 @@ from forge_core.commands.table import aligned
 from forge_core.contracts.command import Invocation
 from forge_core.errors import ConfigError, nearest_hint
 from forge_core.registry.catalog import Catalog
-from forge_plugins_monitor.pages.library import LEFT_OUT, SOURCES, Page, pages, sections
+from forge_plugins_monitor.pages.library import SOURCES, Page, elsewhere, pages, sections
 from forge_plugins_monitor.pages.terminal import markdown, see_also
 
 
@@ -84,10 +85,10 @@ def _find(name: str, known: Mapping[str, Page], catalog: Catalog) -> Page:
     for one in [known[on_page]] if on_page in known else known.values():
         if anchor in (found := sections(one)):
             return found[anchor]
-    left_out = [file for file in LEFT_OUT if file.removesuffix(".md").rpartition("/")[2] == wanted.partition("#")[0]]
-    if left_out:
+    wanted_file = next((file for file in elsewhere() if Path(file).stem == wanted.partition("#")[0]), None)
+    if wanted_file is not None:
         raise ConfigError(
-            f"the page '{name}' is not in the wheels, but on the site, and in a checkout: docs/{left_out[0]}"
+            f"the page '{name}' is not in the wheels, but on the site, and in a checkout: docs/{wanted_file}"
         )
     if kind is not None:
         raise ConfigError(f"the kind '{kind.name}' has no page; its contract is {kind.contract}")
