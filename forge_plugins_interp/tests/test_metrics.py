@@ -12,6 +12,8 @@ from forge_core.errors import ConfigError
 from forge_plugins_interp.metrics import cka
 from forge_plugins_interp.metrics.cca import canonical_correlations, mean_cca, pwcca, svcca
 from forge_plugins_interp.metrics.cka import LinearCKA, hsic_0, hsic_1, linear_cka, rbf_cka
+from forge_plugins_interp.metrics.components import Rsa
+from forge_plugins_interp.metrics.config import RsaConfig
 from forge_plugins_interp.metrics.procrustes import angular_procrustes, procrustes
 from forge_plugins_interp.metrics.rsa import (
     bootstrap,
@@ -91,6 +93,55 @@ def test_debiased_cka_of_independent_noise_is_near_zero_and_biased_is_not():
 
 def test_a_wide_kernel_is_the_linear_one():
     assert rbf_cka(X, Y, fraction=100.0, debiased=False) == pytest.approx(linear_cka(X, Y, debiased=False), abs=1e-3)
+
+
+def test_the_width_of_a_kernel_is_the_median_of_an_even_number_of_pairs():
+    x, y = X[:4], Y[:4]  # 6 pairs
+    kernels = []
+    for one in (x, y):
+        squares = np.square(one.numpy()[:, None] - one.numpy()[None]).sum(2)
+        median = np.median(squares[np.triu_indices(4, 1)])
+        kernels.append(torch.from_numpy(np.exp(-squares / (2 * median))))
+    k, other = kernels
+
+    expected = hsic_0(k, other) / (hsic_0(k, k) * hsic_0(other, other)).sqrt()
+    assert rbf_cka(x, y, debiased=False) == pytest.approx(float(expected), abs=1e-12)
+
+
+@pytest.mark.parametrize("name", METRICS)
+@pytest.mark.filterwarnings("ignore:.*stimuli are few")
+def test_stimuli_that_are_all_the_same_are_like_nothing(name):
+    constant = torch.full((60, 5), 0.1, dtype=torch.float64)  # whose mean over features is not 0.1
+
+    with pytest.warns(UserWarning, match="are the same"):
+        assert math.isnan(METRICS[name](constant, Y))
+    with pytest.warns(UserWarning, match="are the same"):
+        assert math.isnan(METRICS[name](X, constant))
+
+
+def test_a_kernel_without_a_width_is_nan_with_a_warning():
+    few = X.clone()
+    few[:50] = few[0]
+
+    with pytest.warns(UserWarning, match="not similar to itself: its stimuli are the same"):
+        assert math.isnan(rbf_cka(few, Y))
+
+
+def test_dissimilarities_that_are_all_the_same_are_like_nothing():
+    metric = Rsa(RsaConfig())
+
+    with pytest.warns(UserWarning, match="all dissimilarities of a representation are the same"):
+        assert math.isnan(metric.compare(torch.eye(60, dtype=torch.float64), Y))
+
+
+def test_stimuli_that_are_the_same_are_ties():
+    twice = X.repeat_interleave(2, 0)[torch.randperm(120, generator=torch.Generator().manual_seed(0))]
+    whole = square(rdm(twice), 120)
+
+    same = (twice[:, None] == twice[None]).all(2)
+    assert bool((whole[same] == 0).all())
+    rows = [whole[row][:, None] == whole[row] for row in range(120)]
+    assert all(bool(tied[same].all()) for tied in rows)
 
 
 def test_batches_estimate_the_whole():
@@ -293,6 +344,7 @@ def test_a_matrix_of_dissimilarities_is_drawn():
         (lambda: linear_cka(X, Y.masked_fill(Y > 2, float("nan"))), "the second: stimulus .* not finite in feature"),
         (lambda: mean_cca(X[:8], Y[:8]), "more stimuli than features; there are 8, and 8"),
         (lambda: rsa(torch.ones(5, 3), X[:5]), "stimulus 0 has the same value in all features"),
+        (lambda: rdm(torch.full((30, 7), 0.1, dtype=torch.float64)), "stimulus 0 has the same value in all features"),
         (lambda: crossnobis(torch.ones(1, 6, 2)), "at least 2 repetitions of 3 stimuli, and there are 1 of 6"),
         (lambda: noise_ceiling(torch.ones(1, 6)), "at least 2 subjects, got 1"),
     ],

@@ -6,26 +6,30 @@ maps of either side. Shapes: n = stimuli, p, q = features.
 
 from __future__ import annotations
 
+import math
 import warnings
 from typing import Literal
 
 import torch
 
 from forge_core.errors import ConfigError
-from forge_plugins_interp.metrics.matrices import centred, checked
+from forge_plugins_interp.metrics.matrices import centred, checked, varies
 
 _FEW = 10
 """Below so many stimuli a feature, correlations come out too high."""
 
 
 def canonical_correlations(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """``(min(p, q),)`` float64, from the largest to the smallest, each in [0, 1].
+    """``(min(p, q),)`` float64, from the largest to the smallest, each in [0, 1]; NaN, with a warning, where the
+    stimuli of a side are all the same.
 
     Raises:
         ConfigError: not more stimuli than features, other stimuli, or a value that is not finite.
     """
     x, y = checked(x, y)
     _refuse_few(x, y)
+    if not varies(x, y):
+        return x.new_full((1,), math.nan)
     found: torch.Tensor = torch.linalg.svdvals(_basis(x).T @ _basis(y)).clamp(max=1)
     return found
 
@@ -44,6 +48,8 @@ def svcca(
         basis: the threshold is on squared singular values, or on singular values (the paper's formula).
     """
     x, y = checked(x, y)
+    if not varies(x, y):
+        return math.nan
     return mean_cca(_leading(x, threshold, basis), _leading(y, threshold, basis))
 
 
@@ -52,6 +58,8 @@ def pwcca(x: torch.Tensor, y: torch.Tensor) -> float:
     symmetric."""
     x, y = checked(x, y)
     _refuse_few(x, y)
+    if not varies(x, y):
+        return math.nan
     q_x, q_y = _basis(x), _basis(y)
     u, correlations, _ = torch.linalg.svd(q_x.T @ q_y, full_matrices=False)
     weights = ((q_x @ u).T @ centred(x)).abs().sum(1)

@@ -18,6 +18,7 @@ from forge_plugins_interp.metrics.matrices import centred, checked
 
 LEAST_DEBIASED = 4
 """Stimuli that the unbiased estimate needs."""
+_NOT_SIMILAR = "a representation is not similar to itself: its stimuli are the same, or too few {} for debiased CKA"
 _BLOCK_BYTES = 256 * 2**20
 """Of the rows of all kernels that are in memory at a time."""
 
@@ -90,7 +91,7 @@ class LinearCKA:
         both, first, second = self._sums
         if bool((first <= 0).any() or (second <= 0).any()):
             few = "stimuli or features" if self._sampled_features else "stimuli"
-            warnings.warn(f"a representation is not similar to itself: too few {few} for debiased CKA", stacklevel=2)
+            warnings.warn(_NOT_SIMILAR.format(few), stacklevel=2)
         return both / (first.where(first > 0, math.nan)[:, None] * second.where(second > 0, math.nan)).sqrt()
 
 
@@ -167,7 +168,9 @@ def _rbf(x: torch.Tensor, fraction: float) -> torch.Tensor:
     distances = torch.cdist(x, x, compute_mode="donot_use_mm_for_euclid_dist").square()
     rows, columns = torch.triu_indices(len(x), len(x), offset=1)
     upper = distances[rows, columns]
-    return torch.exp(-distances / (2 * fraction**2 * upper.median()))
+    # torch's median of an even number is the lower one of two
+    median = (upper.median() - (-upper).median()) / 2
+    return torch.exp(-distances / (2 * fraction**2 * median))
 
 
 def _of_kernels(k: torch.Tensor, other: torch.Tensor, *, debiased: bool) -> float:
@@ -197,7 +200,7 @@ def hsic_1(k: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 
 def _ratio(both: float, first: float, second: float) -> float:
     """CKA from three estimates of HSIC."""
-    if first <= 0 or second <= 0:
-        warnings.warn("a representation is not similar to itself: too few stimuli for debiased CKA", stacklevel=3)
+    if not (first > 0 and second > 0):  # a kernel without a width has NaN
+        warnings.warn(_NOT_SIMILAR.format("stimuli"), stacklevel=3)
         return float("nan")
     return both / math.sqrt(first * second)

@@ -125,8 +125,11 @@ class Rsa(RepresentationMetric):
             )
         first = [self._rdm(x) for x in xs]
         second = first if ys is None else [self._rdm(y) for y in ys]
-        rows = [[rsa.compare(a, b, self._config.comparison) for b in second] for a in first]
+        rows = [[self._similarity(a, b) for b in second] for a in first]
         return torch.tensor(rows, dtype=torch.float64)
+
+    def _similarity(self, a: torch.Tensor, b: torch.Tensor) -> float:
+        return rsa.compare(a, b, self._config.comparison) if rsa.vary(a, b) else torch.nan
 
     def _rdm(self, x: torch.Tensor) -> torch.Tensor:
         return rsa.rdm(x, self._config.dissimilarity)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 
 from forge_core.errors import ConfigError
@@ -30,5 +32,14 @@ def _matrix(values: torch.Tensor, which: str) -> torch.Tensor:
 
 
 def centred(x: torch.Tensor) -> torch.Tensor:
-    """Each feature without its mean over stimuli."""
+    """Each feature without its mean over stimuli, and exactly 0 where it is the same for all."""
+    x = x - x[:1]  # a mean of equal values may be another one in its last digit
     return x - x.mean(0)
+
+
+def varies(*sides: torch.Tensor) -> bool:
+    """Return whether the stimuli of each side ``(n, p)`` differ; if not, warn, as nothing is like such a side."""
+    differ = all(bool((x != x[:1]).any()) for x in sides)
+    if not differ:
+        warnings.warn("all stimuli of a representation are the same, so that it is like no other", stacklevel=3)
+    return differ

@@ -7,6 +7,7 @@ features, m = n (n − 1) / 2 pairs.
 from __future__ import annotations
 
 import math
+import warnings
 from typing import Literal
 
 import numpy as np
@@ -17,6 +18,8 @@ from forge_plugins_interp.metrics.matrices import checked
 
 Dissimilarity = Literal["correlation", "cosine", "euclidean", "sqeuclidean"]
 Comparison = Literal["spearman", "pearson", "kendall", "cosine"]
+_ROUNDING = 1e-12
+"""Of dissimilarities, beside the largest."""
 
 
 def rdm(x: torch.Tensor, kind: Dissimilarity = "correlation") -> torch.Tensor:
@@ -35,13 +38,15 @@ def rdm(x: torch.Tensor, kind: Dissimilarity = "correlation") -> torch.Tensor:
         distances = torch.cdist(x, x, compute_mode="donot_use_mm_for_euclid_dist")[upper]
         return distances if kind == "euclidean" else distances.square()
     if kind == "correlation":
+        x = x - x[:, :1]  # a mean of equal values may be another one in its last digit
         x = x - x.mean(1, keepdim=True)
     norms = x.norm(dim=1, keepdim=True)
     if bool((norms == 0).any()):
         constant = int((norms[:, 0] == 0).nonzero()[0])
         raise ConfigError(f"stimulus {constant} has the same value in all features, so that it has no {kind}")
     x = x / norms
-    return 1 - (x @ x.T)[upper]
+    # stimuli that are the same have ties in all their pairs, which a last digit would break
+    return (1 - (x @ x.T)[upper]).round(decimals=14)
 
 
 def compare(a: torch.Tensor, b: torch.Tensor, by: Comparison = "spearman") -> float:
@@ -56,9 +61,19 @@ def compare(a: torch.Tensor, b: torch.Tensor, by: Comparison = "spearman") -> fl
 
 
 def rsa(x: torch.Tensor, y: torch.Tensor, *, kind: Dissimilarity = "correlation", by: Comparison = "spearman") -> float:
-    """How alike the dissimilarities of two representations ``(n, p)`` and ``(n, q)`` are."""
+    """How alike the dissimilarities of two representations ``(n, p)`` and ``(n, q)`` are; NaN, with a warning, where
+    those of one are all the same."""
     x, y = checked(x, y, 3)
-    return compare(rdm(x, kind), rdm(y, kind), by)
+    a, b = rdm(x, kind), rdm(y, kind)
+    return compare(a, b, by) if vary(a, b) else math.nan
+
+
+def vary(*rdms: torch.Tensor) -> bool:
+    """Return whether each RDM ``(m,)`` has different dissimilarities; if not, warn, as nothing is like such a one."""
+    differ = all(bool((one - one[0]).abs().max() > _ROUNDING * one.abs().max()) for one in rdms)
+    if not differ:
+        warnings.warn("all dissimilarities of a representation are the same, so that it is like no other", stacklevel=3)
+    return differ
 
 
 def noise_ceiling(rdms: torch.Tensor, by: Comparison = "spearman") -> tuple[float, float]:
