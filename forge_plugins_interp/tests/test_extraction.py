@@ -331,7 +331,7 @@ def test_numbers_of_experts_are_kept_with_all_their_digits(over):
 
 def test_stimuli_have_their_ids_and_no_padding(run, tmp_path):
     table = tmp_path / "stimuli.csv"
-    table.write_text("stimulus_id,sentence,kind\nx7,line 1,a\nx3,li,b\nx9,line 22: 1,a\n")
+    table.write_text("stimulus_id,sentence,kind,file\nx7,line 1,a,f\nx3,li,b,g\nx9,line 22: 1,a,h\n")
     out = tmp_path / "stimuli"
     command = ["extract", str(run), "--stimuli", str(table), "--column", "sentence", "--out", str(out)]
     assert main([*command, "--sites", "blocks.*.resid_post"]) == 0
@@ -339,6 +339,7 @@ def test_stimuli_have_their_ids_and_no_padding(run, tmp_path):
 
     assert store.ids.tolist() == ["x7", "x3", "x9"]
     assert store.columns["kind"].tolist() == ["a", "b", "a"]
+    assert store.columns["file"].tolist() == ["f", "g", "h"]
     assert store.columns["length"].tolist() == [6, 2, 10]
     assert len(store.array("blocks.0.resid_post")) == 18
     with interp.open(run) as session, torch.no_grad(), session.observe("blocks.1.resid_post") as seen:
@@ -386,6 +387,8 @@ def test_a_killed_extraction_goes_on(run, alone, tmp_path, monkeypatch):
         (["--stimuli", "no.csv", "data.path=x"], "data.path=x: has no effect with --stimuli"),
         (["data.path=nowhere"], "nowhere"),
         (["--directions", "principal"], "--directions principal: how many is missing; add --features"),
+        (["--column", "sentence"], "--column sentence: has no effect without --stimuli"),
+        (["--sites", ""], "--sites '': names no site"),
         (["--fit-samples", "3"], "--fit-samples 3: has no effect without --directions principal"),
         (
             ["--features", "33", "--directions", "principal", "--samples", "2"],
@@ -409,6 +412,7 @@ def test_bad_input_is_a_sentence_and_nothing_is_written(run, tmp_path, capsys, o
         ("id,text\na,x\n", "row 1 has no 'stimulus_id'; it has id, text"),
         ("stimulus_id,text\na,x\nb,x, y\n", 'line 3 has more fields than the header; quote texts with commas: "a, b"'),
         ("stimulus_id,text\n", "it has no stimulus"),
+        ("stimulus_id,text,length\na,x,9\n", "a store calls the number of tokens 'length'; give this column another"),
         (f"stimulus_id,text\na,{'x' * 80}\n", "row 1 has 80 tokens, and the model takes 64"),
     ],
 )
@@ -419,6 +423,26 @@ def test_stimuli_that_cannot_be_used_are_told(run, tmp_path, capsys, rows, messa
     command = ["extract", str(run), "--sites", "logits", "--stimuli", str(table), "--out", str(tmp_path / "o")]
     assert main(command) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("tags", [["b"], {"b": 1}])
+def test_a_list_in_place_of_a_fact_about_a_stimulus_is_told(run, tmp_path, capsys, tags):
+    table = tmp_path / "s.jsonl"
+    rows = ({"stimulus_id": "a", "text": "x", "tags": "b"}, {"stimulus_id": "b", "text": "y", "tags": tags})
+    table.write_text("\n".join(map(json.dumps, rows)))
+
+    command = ["extract", str(run), "--sites", "logits", "--stimuli", str(table), "--out", str(tmp_path / "o")]
+    assert main(command) == 2
+    assert f"--stimuli {table}: row 2: tags must be one value, got {tags!r}" in capsys.readouterr().err
+
+
+def test_ids_may_be_the_texts(run, tmp_path):
+    table = tmp_path / "s.csv"
+    table.write_text("stimulus_id\nline\nlines\n")
+    command = ["extract", str(run), "--sites", "logits", "--stimuli", str(table), "--column", "stimulus_id"]
+
+    assert main([*command, "--out", str(tmp_path / "o")]) == 0
+    assert Store(tmp_path / "o").ids.tolist() == ["line", "lines"]
 
 
 def test_a_store_of_something_else_is_not_gone_on_with(run, alone, capsys, tmp_path):

@@ -192,6 +192,25 @@ def test_recordings_that_cannot_be_used_are_told(tmp_path, recorded, ids, change
         read_recordings(write(tmp_path, "npz", broken(recorded, change), ids))
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"group": ["a", "b"]}, "group has 2 values, and there are 40 stimuli"),
+        ({"group": ["a", "b"] * 40}, "group has 80 values, and there are 40 stimuli"),
+        ({"neuroid_id": ["a", "b"]}, "neuroid_id has 2 values, and there are 3 neuroids"),
+        ({"subject": ["a", "b"]}, "subject has 2 values, and there are 3 neuroids"),
+        ({"values": np.full((40, 3), "x")}, "values must be real numbers, and are <U1"),
+        ({"values": np.full((40, 3), 1j)}, "values must be real numbers, and are complex128"),
+        ({"values": np.ones((40, 0, 3))}, r"values has the shape \(40, 0, 3\), in which there are none"),
+        ({"values": np.ones((40, 0))}, r"values has the shape \(40, 0\), in which there are none"),
+    ],
+)
+def test_arrays_that_do_not_fit_each_other_are_told(tmp_path, recorded, change, message):
+    np.savez(tmp_path / "r.npz", **{"stimulus_id": IDS, "values": recorded} | change)
+    with pytest.raises(ConfigError, match=message):
+        read_recordings(tmp_path / "r.npz")
+
+
 def test_forge_score_finds_the_layer_that_was_recorded(store, tmp_path, capsys):
     values = (random(40, 8) @ random(8, 3, seed=4))[:, None] + 0.1 * random(40, 2, 3, seed=5)
     path, out = write(tmp_path, "npz", values.numpy()), tmp_path / "layers.png"
@@ -279,6 +298,11 @@ def test_subjects_are_read_with_their_neuroids(tmp_path, recorded):
         (["--method", "rsa", "--reverse"], "--reverse: has no effect with --method rsa"),
         (["--method", "pls", "--components", "30"], "30 components are more than"),
         (["--sites", "blocks.0.resid"], "did you mean"),
+        (["--sites", "router"], "has no site 'router'; It has blocks.0.resid_post, blocks.1.resid_post"),
+        (["--sites", ","], "--sites ',': names no site; "),
+        (["--components", "3"], "--components: has no effect with --method ridge"),
+        (["--method", "pls", "--draws", "3"], "--draws: has no effect with --method pls"),
+        (["--method", "rsa", "--splits", "3"], "--splits: has no effect with --method rsa"),
         (["--groups", "knd"], "--groups knd: the index of"),
         (["--method", "cka", "--groups", "kind"], "--groups: has no effect with --method cka"),
         (["--out", "x.pdf"], "must end with .csv or .png"),

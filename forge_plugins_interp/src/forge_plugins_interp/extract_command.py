@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 @click.option("--out", required=True, type=click.Path(path_type=Path), help="The folder of the store.")
 @click.option("--samples", default=0, type=click.IntRange(min=0), help="The first so many; all by default.")
 @click.option("--stimuli", type=click.Path(path_type=Path), help="A .csv or .jsonl of texts, in place of data.")
-@click.option("--column", default="text", show_default=True, help="With --stimuli: the column that has the texts.")
+@click.option("--column", help="With --stimuli: the column that has the texts; text by default.")
 @click.option(
     "--reduce",
     "over",
@@ -61,7 +61,7 @@ def extract(
     out: Path,
     samples: int,
     stimuli: Path | None,
-    column: str,
+    column: str | None,
     over: str,
     match: str | None,
     positions: str | None,
@@ -76,6 +76,10 @@ def extract(
     layout. The same command goes on with a store that is not complete.
     """
     chosen = listed(patterns)
+    if not chosen:
+        raise ConfigError(f"--sites {patterns!r}: names no site; forge sites {run} lists them")
+    if column is not None and stimuli is None:
+        raise ConfigError(f"--column {column}: has no effect without --stimuli; leave it out")
     kept = _positions(positions)
     if kept and over != "none":
         raise ConfigError(f"--positions {positions}: has no effect with --reduce {over}; leave one of them out")
@@ -106,7 +110,7 @@ def extract(
         tokens = None if match is None else _tokens(session, match)
         reduction = Reduction(tokens=tokens, positions=kept, features=features, dtype=wanted, **chosen_ones)
         source: DataSource | Stimuli = (
-            session.open_data(data) if stimuli is None else _stimuli(session, stimuli, column)
+            session.open_data(data) if stimuli is None else _stimuli(session, stimuli, column or "text")
         )
         request = Request(
             out=out,

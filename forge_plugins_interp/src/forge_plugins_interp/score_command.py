@@ -59,9 +59,9 @@ class Scored:
 @click.argument("store", type=click.Path(path_type=Path))
 @click.argument("recordings", type=click.Path(path_type=Path))
 @click.option("--method", type=click.Choice(METHODS), default="ridge", show_default=True, help="How they are compared.")
-@click.option("--components", default=25, show_default=True, type=click.IntRange(min=1), help="With pls.")
-@click.option("--draws", default=100, show_default=True, type=click.IntRange(min=1), help="With banded_ridge.")
-@click.option("--splits", default=10, show_default=True, type=click.IntRange(min=1), help="Of methods that predict.")
+@click.option("--components", type=click.IntRange(min=1), help="With pls; 25 by default.")
+@click.option("--draws", type=click.IntRange(min=1), help="With banded_ridge; 100 by default.")
+@click.option("--splits", type=click.IntRange(min=1), help="Of methods that predict; 10 by default.")
 @click.option("--null", "shuffles", default=0, type=click.IntRange(min=0), help="Shuffle stimuli so many times, for p.")
 @click.option("--groups", metavar="COLUMN", help="Hold out whole groups by this column of the store's index.")
 @click.option("--delays", metavar="ROWS", help="Predict from rows so much earlier in the store, such as 1,2,3.")
@@ -73,9 +73,9 @@ def score(
     store: Path,
     recordings: Path,
     method: str,
-    components: int,
-    draws: int,
-    splits: int,
+    components: int | None,
+    draws: int | None,
+    splits: int | None,
     shuffles: int,
     groups: str | None,
     delays: str | None,
@@ -94,6 +94,8 @@ def score(
     --delays, rows of the store are in the order of time within each group of --groups.
     """
     look_at_out(out, recordings)
+    _refuse_numbers(method, components, draws, splits)
+    components, draws, splits = components or 25, draws or 100, splits or 10
     _refuse_options(method, groups=groups, delays=delays, shuffles=shuffles, reverse=reverse)
     earlier = _rows_earlier(delays) if delays is not None else []
 
@@ -144,6 +146,17 @@ def _tell(rows: Sequence[Row], lines: Sequence[str], as_json: bool) -> None:
         print_json([Scored(**row) for row in rows])
     else:
         print("\n".join(lines))
+
+
+def _refuse_numbers(method: str, components: int | None, draws: int | None, splits: int | None) -> None:
+    """Refuse numbers that are of another method."""
+    for option, given, of in (
+        ("--components", components, ("pls",)),
+        ("--draws", draws, ("banded_ridge",)),
+        ("--splits", splits, ("ridge", "pls", "banded_ridge")),
+    ):
+        if given is not None and method not in of:
+            raise ConfigError(f"{option}: has no effect with --method {method}; leave it out")
 
 
 def _refuse_options(method: str, *, groups: str | None, delays: str | None, shuffles: int, reverse: bool) -> None:

@@ -28,7 +28,8 @@ class Stimuli:
         multiple: the length of samples is a multiple of it.
 
     Raises:
-        ConfigError: the file cannot be read, has no such column, an empty text, or an id twice.
+        ConfigError: the file cannot be read, has no such column, an empty text, an id twice, a column that a store
+            has no room for, or a list in place of a value.
     """
 
     def __init__(self, path: Path, column: str, tokenizer: Tokenizer, *, longest: int, multiple: int) -> None:
@@ -76,7 +77,16 @@ class Stimuli:
 
     def _columns(self, column: str) -> dict[str, np.ndarray]:
         """All but the texts, a column an array."""
-        names = [name for name in self._rows[0] if name != column]
+        names = [name for name in self._rows[0] if name != column or name == "stimulus_id"]
+        if "length" in names:
+            raise ConfigError(
+                f"--stimuli {self._path}: a store calls the number of tokens 'length'; give this column another name"
+            )
+        for number, row in enumerate(self._rows):
+            if several := next((name for name in names if isinstance(row.get(name), list | dict)), None):
+                raise ConfigError(
+                    f"--stimuli {self._path}: row {number + 1}: {several} must be one value, got {row[several]!r}"
+                )
         found = {name: np.array([row.get(name) for row in self._rows]) for name in names}
         for name, values in found.items():
             if values.dtype == object:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -150,8 +151,10 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
 def write_index(folder: Path, columns: Mapping[str, np.ndarray]) -> None:
     """Write ``index.npz`` in one go, a column an array."""
     temporary = folder / "index.new.npz"
-    with temporary.open("wb") as file:
-        np.savez(file, allow_pickle=False, **columns)
+    with zipfile.ZipFile(temporary, "w") as archive:  # a column may have the name of an argument of np.savez
+        for name, values in columns.items():
+            with archive.open(f"{name}.npy", "w", force_zip64=True) as file:
+                np.lib.format.write_array(file, values, allow_pickle=False)
     flush(temporary)
     temporary.replace(folder / "index.npz")
 
@@ -273,10 +276,12 @@ class Store:
         """The sites that names or patterns with commas between them mean; ``*`` is all.
 
         Raises:
-            ConfigError: one means no site of the store.
+            ConfigError: one means no site of the store, or there is none.
         """
         if patterns == "*":
             return self.sites
+        if not listed(patterns):
+            raise ConfigError(f"--sites {patterns!r}: names no site; {self.folder} has {', '.join(self.sites)}")
         wanted: set[str] = set()
         for pattern in listed(patterns):
             found = [site for site in self.sites if matches(site, canonical_site(pattern))]
@@ -287,7 +292,7 @@ class Store:
 
     def _stored(self, site: str) -> StoredSite:
         if site not in self.manifest.sites:
-            hint = nearest_hint(site, self.manifest.sites)
+            hint = nearest_hint(site, self.manifest.sites) or ";"
             raise ConfigError(f"{self.folder} has no site {site!r}{hint} It has {', '.join(self.sites)}")
         return self.manifest.sites[site]
 

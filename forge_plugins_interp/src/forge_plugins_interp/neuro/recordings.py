@@ -54,8 +54,11 @@ class Recordings:
             values: ``(n, q)`` or ``(n, r, q)``.
 
         Raises:
-            ConfigError: sizes do not fit, an id is there twice, a value is not finite, or a neuroid is constant.
+            ConfigError: values are no real numbers, sizes do not fit, an id is there twice, a value is not finite, or a
+                neuroid is constant.
         """
+        if np.asarray(values).dtype.kind not in "biuf":
+            raise ConfigError(f"{path}: values must be real numbers, and are {np.asarray(values).dtype}")
         ids, array = np.asarray(ids).astype(str), np.asarray(values, dtype=np.float64)
         array = array[:, None] if array.ndim == 2 else array
         if array.ndim != 3 or len(array) != len(ids):
@@ -63,18 +66,22 @@ class Recordings:
                 f"{path}: values must be (stimuli, neuroids) or (stimuli, repetitions, neuroids); they are "
                 f"{np.asarray(values).shape}, and there are {len(ids)} ids"
             )
+        if not array.size:
+            raise ConfigError(f"{path}: values has the shape {np.asarray(values).shape}, in which there are none")
         refuse_repeated(path, ids)
         names = np.arange(array.shape[2]).astype(str) if neuroids is None else np.asarray(neuroids).astype(str)
+        of_groups, of_subjects = (None if one is None else np.asarray(one).astype(str) for one in (groups, subjects))
+        facts = {"neuroid_id": (names, array.shape[2], "neuroids"), "group": (of_groups, len(ids), "stimuli")}
+        facts["subject"] = (of_subjects, array.shape[2], "neuroids")
+        for key, (found, number, of) in facts.items():
+            if found is not None and found.shape != (number,):
+                raise ConfigError(f"{path}: {key} has {found.size} values, and there are {number} {of}")
         if not np.isfinite(array).all():
             stimulus, _, neuroid = np.argwhere(~np.isfinite(array))[0]
             raise ConfigError(f"{path}: stimulus {ids[stimulus]} has no finite value for neuroid {names[neuroid]}")
         constant = np.ptp(array.mean(1), axis=0) == 0
         if constant.any():
             raise ConfigError(f"{path}: neuroid {names[constant.argmax()]} is the same for all stimuli; leave it out")
-        of_groups = None if groups is None else np.asarray(groups).astype(str)
-        of_subjects = None if subjects is None else np.asarray(subjects).astype(str)
-        if of_subjects is not None and of_subjects.shape != names.shape:
-            raise ConfigError(f"{path}: subject has {of_subjects.size} values, and there are {len(names)} neuroids")
         return cls(ids, torch.from_numpy(array), names, of_groups, of_subjects)
 
 
