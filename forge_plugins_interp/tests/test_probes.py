@@ -147,6 +147,8 @@ def test_a_sample_without_tokens_is_left_out_and_not_read_from_the_sample_before
         ([], "give either --labels FILE or --column NAME"),
         (["--column", "knd"], "did you mean 'kind'"),
         (["--labels", "nowhere.csv"], "cannot be read"),
+        (["--column", "kind", "--seed", "-1"], "-1 is not in the range x>=0"),
+        (["--column", "kind", "--control", "2"], "--control 2: has no effect on rows of samples"),
         (["--column", "kind", "--documents", "knd"], "--documents knd: the index has"),
     ],
 )

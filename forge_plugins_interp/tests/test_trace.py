@@ -162,7 +162,12 @@ def test_a_fingerprint_is_of_samples_in_any_order_and_parts():
         (["JOB", "--out", "x", "--steps", "3..2"], "--steps 3..2: must count from 1, and not end before it begins"),
         (["JOB", "--out", "x", "--steps", "9"], "--steps: 9 is after the last step, train.steps = 6"),
         (["--compare", "nowhere", "other"], "nowhere has no trace.jsonl"),
-        (["JOB", "--compare", "a", "b"], "has no effect with --compare"),
+        (["JOB", "--compare", "a", "b"], "traced.toml: has no effect with --compare"),
+        (["--compare", "a", "b", "--huggingface", "f"], "--huggingface f: has no effect with --compare"),
+        (["--compare", "a", "b", "--steps", "1..2"], "--steps 1..2: has no effect with --compare"),
+        (["--compare", "a", "b", "--sites", "embed"], "--sites embed: has no effect with --compare"),
+        (["--compare", "a", "b", "--nproc", "2"], "--nproc 2: has no effect with --compare"),
+        (["JOB", "--out", "x", "--tolerance", "0"], "--tolerance 0: has no effect without --compare"),
         (["--compare", "a", "b", "--out", "a.pdf"], "--out a.pdf: must end with .csv or .png"),
     ],
 )

@@ -89,8 +89,9 @@ def patch(
     back: 0 for nothing, 1 for all. With --from and --to, the values of one site change another one alone."""
     look_at_out(out)
     dims = listed(by if by is not None else "" if senders else "position")
-    if len(dims) > 2 or not (dims or senders):
+    if len(dims) > 2 or len(set(dims)) < len(dims) or not (dims or senders):
         raise ConfigError(f"--by {by}: must be one dimension or two, such as position,head")
+    _refuse_answers(metric, answers)
     _refuse_without_effect(patterns, senders, receivers, freeze, method)
     obj.start_ranks()
 
@@ -154,6 +155,13 @@ def _refuse_without_effect(
         raise ConfigError(f"--sites {patterns}: has no effect with --from; leave one of them out")
     if method not in (None, "patching"):
         raise ConfigError(f"--method {method}: a path is patched, and not estimated; leave it out")
+
+
+def _refuse_answers(metric: str, answers: str | None) -> None:
+    if answers is not None and metric == "kl":
+        raise ConfigError(f"--answers {answers}: has no effect with --metric kl; leave it out")
+    if answers is not None and metric in ("probability", "loss") and "," in answers:
+        raise ConfigError(f"--answers {answers}: --metric {metric} is of one answer; give one")
 
 
 def _told(row: Row, dims: Sequence[str]) -> PatchedPlace:

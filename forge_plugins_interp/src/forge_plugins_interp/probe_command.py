@@ -66,7 +66,7 @@ class Probed:
     type=click.IntRange(min=1),
     help="So many tokens, the last ones, decide the class of the control task.",
 )
-@click.option("--seed", default=0, show_default=True, help="Of the split by documents.")
+@click.option("--seed", default=0, show_default=True, type=click.IntRange(min=0), help="Of the split by documents.")
 @click.option("--out", type=click.Path(path_type=Path), help="Also write a .csv; or a .png, with a .csv beside it.")
 @json_option(list[Probed])
 def probe(
@@ -96,8 +96,10 @@ def probe(
     from forge_plugins_interp.store import Store
 
     store = Store(folder)
-    rows, lines = [], []
-    for site in store.chosen(patterns):
+    rows, lines, sites = [], [], store.chosen(patterns)
+    if control > 1 and all(store.manifest.sites[site].dims[0] == "sample" for site in sites):
+        raise ConfigError(f"--control {control}: has no effect on rows of samples, which are no tokens; leave it out")
+    for site in sites:
         data, classes = _labelled(store, site, path, column, control)
         if documents is not None:
             data = attrs.evolve(data, documents=_column(store, "--documents", documents)[data.documents])

@@ -6,7 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -62,7 +62,9 @@ class Traces:
 @click.option("--steps", metavar="FIRST..LAST", help="The steps to trace; by default 1..3, with --huggingface 1.")
 @click.option("--sites", "patterns", default="", help="Names with commas, or patterns; by default all of modules.")
 @click.option("--compare", nargs=2, type=click.Path(path_type=Path), help="Compare two traces, in place of a run.")
-@click.option("--tolerance", default=1e-3, show_default=True, type=click.FloatRange(min=0), help="Relative difference.")
+@click.option(
+    "--tolerance", type=click.FloatRange(min=0), help="With --compare: relative difference; 0.001 by default."
+)
 @click.option("--out", type=click.Path(path_type=Path), help="The trace's folder; with --compare, a .csv or .png.")
 @click.option("--nproc", default="1", metavar="N|auto", help="Processes on this machine; auto is one a GPU.")
 @click.option(
@@ -80,7 +82,7 @@ def trace(
     steps: str | None,
     patterns: str,
     compare: tuple[Path, Path] | None,
-    tolerance: float,
+    tolerance: float | None,
     out: Path | None,
     nproc: str,
     huggingface: Path | None,
@@ -96,14 +98,15 @@ def trace(
     of parameters and updates are not traced.
     """
     if compare is not None:
-        if config is not None:
-            raise ConfigError(f"{config}: has no effect with --compare; leave it out")
-        if huggingface is not None:
-            raise ConfigError(f"--huggingface {huggingface}: has no effect with --compare; leave it out")
-        _compare(*compare, tolerance, out, as_json=as_json)
+        given = {"--huggingface": huggingface, "--steps": steps, "--sites": patterns or None}
+        given["--nproc"] = nproc if nproc != "1" else None
+        _refuse_beside_compare(config, given)
+        _compare(*compare, 1e-3 if tolerance is None else tolerance, out, as_json=as_json)
         return
     if as_json:
         raise ConfigError("--json: has no effect without --compare; the trace is in OUT")
+    if tolerance is not None:
+        raise ConfigError(f"--tolerance {tolerance:g}: has no effect without --compare; leave it out")
     if config is None:
         raise ConfigError("CONFIG is missing: the job to trace; or give --compare A B")
     if out is None:
@@ -125,6 +128,12 @@ def trace(
     if code not in (ExitCode.COMPLETED, ExitCode.STOPPED):
         click.get_current_context().exit(code)
     print(f"wrote {out}")
+
+
+def _refuse_beside_compare(config: Path | None, given: Mapping[str, object]) -> None:
+    for option, value in {"": config, **given}.items():
+        if value is not None:
+            raise ConfigError(f"{f'{option} {value}'.strip()}: has no effect with --compare; leave it out")
 
 
 def _refuse_files(out: Path) -> None:
