@@ -386,6 +386,8 @@ def test_a_killed_extraction_goes_on(run, alone, tmp_path, monkeypatch):
         (["--stimuli", "no.txt"], "--stimuli no.txt: must end with .csv or .jsonl"),
         (["--stimuli", "no.csv", "data.path=x"], "data.path=x: has no effect with --stimuli"),
         (["data.path=nowhere"], "nowhere"),
+        (["--sites", "blocks.*.attn_scores", "--reduce", "mean"], "scores that a mask hides, which are -inf"),
+        (["--sites", "blocks.*.attn_scores", "--features", "3"], "scores that a mask hides, which are -inf"),
         (["--directions", "principal"], "--directions principal: how many is missing; add --features"),
         (["--column", "sentence"], "--column sentence: has no effect without --stimuli"),
         (["--sites", ""], "--sites '': names no site"),
@@ -479,6 +481,30 @@ def test_a_full_disk_is_told_before_the_first_byte(run, tmp_path, capsys, monkey
     assert extract(run, tmp_path / "out") == 2
     assert "and the store needs" in capsys.readouterr().err
     assert not (tmp_path / "out" / "manifest.json").exists()
+
+
+@pytest.mark.parametrize("text", [None, "", "PK cut off"])
+def test_a_damaged_index_is_a_sentence(store, tmp_path, text):
+    folder = tmp_path / "acts"
+    shutil.copytree(store, folder)
+    (folder / "index.npz").unlink()
+    if text is not None:
+        (folder / "index.npz").write_text(text)
+
+    with pytest.raises(ConfigError, match=re.escape(f"{folder / 'index.npz'} cannot be read: ")):
+        Store(folder)
+
+
+def test_a_store_of_another_form_is_told_by_its_form(store):
+    manifest = Store(store).manifest
+    sites = {name: attrs.evolve(site, dtype="float16", reduced="last") for name, site in manifest.sites.items()}
+
+    with pytest.raises(ConfigError) as raised:
+        attrs.evolve(manifest, sites=sites).refuse_other(manifest, store)
+    told = (
+        "another form of blocks.0.resid_post: sample × 8 width of float32 in place of sample × 8 width of float16, last"
+    )
+    assert told in str(raised.value)
 
 
 @pytest.mark.parametrize(

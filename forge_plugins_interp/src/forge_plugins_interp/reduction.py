@@ -93,12 +93,14 @@ class Reduction:
             components: of this site, for ``directions = "principal"``.
 
         Raises:
-            ConfigError: a position lies beyond a sample; or values are numbers of experts, and are to be averaged or
-                projected.
+            ConfigError: a position lies beyond a sample; or values are numbers of experts, or scores that a mask hides,
+                and are to be averaged or projected.
         """
         if not value.is_floating_point():
             return self._of_numbers(site, value, is_kept)
         value = self.kept(site, value, is_kept)
+        if self.over == "mean" or self.features:
+            _refuse_hidden(site, value)
         if components is not None:
             value = components.project(value)
         elif self.features:
@@ -152,6 +154,14 @@ class Reduction:
         weights = is_kept.view(*is_kept.shape, *[1] * (value.ndim - 2))
         mean = value.float().where(weights, 0.0).sum(1) / lengths.view(-1, *[1] * (value.ndim - 2))
         return mean.to(value.dtype)
+
+
+def _refuse_hidden(site: Site, value: torch.Tensor) -> None:
+    if "key" in site.dims and bool(value.isneginf().any()):
+        raise ConfigError(
+            "a mean or a projection of scores that a mask hides, which are -inf, says nothing; take attn_pattern or "
+            "attn_scores_scaled in place of attn_scores"
+        )
 
 
 def _number(tokens: int) -> str:

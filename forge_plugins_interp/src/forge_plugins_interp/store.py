@@ -42,6 +42,11 @@ class StoredSite:
     reduced: str = ""
     """What was done to values before they were written, in words."""
 
+    def words(self) -> str:
+        """Such as ``token × 32 width of float32, 8 random features``."""
+        rows = " × ".join([self.dims[0], *map("{} {}".format, self.sizes, self.dims[1:])])
+        return f"{rows} of {self.dtype}" + (f", {self.reduced}" if self.reduced else "")
+
     def row_bytes(self) -> int:
         """Bytes of a row."""
         itemsize = torch.empty(0, dtype=getattr(torch, self.dtype)).itemsize
@@ -103,7 +108,11 @@ class Manifest:
         for what, ours, theirs in (
             *((key, self.origin[key], other.origin.get(key)) for key in self.origin),
             ("sites", sorted(self.sites), sorted(other.sites)),
-            ("how sites are stored", dict(self.sites), dict(other.sites)),
+            *(
+                (f"form of {site}", ours.words(), other.sites[site].words())
+                for site, ours in self.sites.items()
+                if site in other.sites
+            ),
             ("number of samples", self.n_samples, other.n_samples),
             ("samples of a shard", self.shard_samples, other.shard_samples),
         ):
@@ -159,6 +168,19 @@ def write_index(folder: Path, columns: Mapping[str, np.ndarray]) -> None:
     temporary.replace(folder / "index.npz")
 
 
+def _read_index(path: Path) -> dict[str, np.ndarray]:
+    """
+    Raises:
+        ConfigError: it is not there, or damaged.
+    """
+    try:
+        # opened here: NumPy leaves a damaged file open
+        with path.open("rb") as raw, np.load(raw, allow_pickle=False) as index:
+            return {name: index[name] for name in index.files}
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+
+
 def stored_lengths(folder: Path, manifest: Manifest) -> np.ndarray:
     """The number of tokens of each sample."""
     found = []
@@ -190,8 +212,7 @@ class Store:
         self.manifest = Manifest.read(self.folder)
         if not self.manifest.complete:
             raise ConfigError(f"{folder} is not complete; the same forge extract goes on with it")
-        index = np.load(self.folder / "index.npz", allow_pickle=False)
-        self.columns: dict[str, np.ndarray] = {name: index[name] for name in index.files}
+        self.columns: dict[str, np.ndarray] = _read_index(self.folder / "index.npz")
         """The index: ``stimulus_id`` and ``length`` of each sample, in tokens, and other facts about them."""
         self._offsets = np.concatenate([[0], np.cumsum(self.columns["length"])])
 
