@@ -65,7 +65,7 @@ def test_what_a_login_node_has_and_says_is_not_seen(tmp_path):
         "COLUMNS": "20",
     }
     chosen = [
-        "tests/test_doctor.py::test_everything_is_looked_at_and_nothing_is_left_behind",
+        "tests/test_doctor.py::test_the_report_is_a_table_with_what_to_do",
         "tests/test_doctor.py::test_what_is_wrong_is_exit_code_2_and_the_rest_is_looked_at",
         "plugins/forge_plugins_slurm/tests/test_requeue.py",
         (
