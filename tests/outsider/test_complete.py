@@ -27,7 +27,8 @@ STANDARD = (
 SMALL = ("model.dim=32", "model.n_layers=2", "model.n_heads=2", "train.seq_len=32", "train.batch_size=4")
 STEPS = 100
 SHORT = (f"train.steps={STEPS}", "metrics.interval=1", f"eval.interval={STEPS}", "eval.batches=1")
-RUN = ("run", "first.toml", *SMALL, *SHORT)
+RUN = ("run", "first.toml", *SMALL, *SHORT, "data.pattern=**/c*.py")
+"""Of the files of Python's library a few: all are 20 MB, to be read at each start."""
 OFTEN = "checkpoint.interval=5"
 """In a run that is interrupted after its first checkpoint."""
 
