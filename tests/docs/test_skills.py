@@ -51,9 +51,18 @@ def test_the_commands_of_a_skill_work_and_say_what_it_shows(skill, project, tmp_
         if any(re.search(pattern, command) for pattern in ELSEWHERE):
             continue
         code, said = type_in(command, folder)
+        if command.startswith("forge new config"):
+            _read_less(folder / f"{command.split()[-1]}.toml")
         if code != 0 or (missing := not_said(shown, said)):
             wrong.append(f"{command}: exit code {code}; not said: {[] if code else missing}; said:\n{said}")
     assert not wrong, "\n".join(wrong)
+
+
+def _read_less(config: Path) -> None:
+    """Of Python's own library a few files: all are 20 MB, which each start would read."""
+    text = config.read_text(encoding="utf-8")
+    assert '"**/*.py"' in text
+    config.write_text(text.replace('"**/*.py"', '"**/c*.py"'), encoding="utf-8")
 
 
 @pytest.mark.parametrize("skill", SKILLS, ids=lambda path: path.parent.name)
