@@ -28,11 +28,12 @@ def plain(value: Any) -> Any:
     if attrs.has(type(value)):
         fields = [(field.alias, getattr(value, field.name)) for field in attrs.fields(type(value)) if field.init]
         return {key: plain(item) for key, item in fields if item is not None}
-    if isinstance(value, Mapping):  # sorted, so that equal jobs are equal texts; None is a pass that is switched off
+    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+        # sorted, so that equal jobs are equal texts; None is a pass that is switched off
         return {key: False if value[key] is None else plain(value[key]) for key in sorted(value)}
     if isinstance(value, AbstractSet):
         return sorted(map(plain, value))
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, (list, tuple)) and not any(item is None for item in value):
         return [plain(item) for item in value]
     if isinstance(value, Enum):
         return plain(value.value)

@@ -69,6 +69,8 @@ class _Candidate:
     module: Any = None
     hooks: Mapping[str, Sequence[pluggy.HookImpl]] = attrs.field(factory=dict)
     """Its implementations, by the hook's name."""
+    listed: Any = ()
+    """Its module's ``components``."""
     plugin: Plugin = attrs.field(init=False)
 
     def __attrs_post_init__(self) -> None:
@@ -130,13 +132,14 @@ class _Candidate:
         finally:
             heavy = tuple(name for name in HEAVY_MODULES if name in sys.modules and name not in before)
             self.plugin = attrs.evolve(self.plugin, import_seconds=time.perf_counter() - start, heavy=heavy)
-        self._check_version(inspect.getattr_static(module, "FORGE_API", None))
+        own = {*dir(module)}  # a module may raise, or make something up, for names that it does not have
+        self._check_version(module.FORGE_API if "FORGE_API" in own else None)
         if (other := manager.get_name(module)) is not None:
             self.fail("broken", f"its plugin module '{reference}' is also the one of {other}")
         if self.plugin.status != "ok":
             return
         manager.register(module, name=self.distribution)
-        self.module = module
+        self.module, self.listed = module, module.components if "components" in own else ()
         self.hooks = {
             caller.name: [one for one in caller.get_hookimpls() if one.plugin_name == self.distribution]
             for caller in manager.get_hookcallers(module) or ()
@@ -230,7 +233,7 @@ def _collect(candidates: Collection[_Candidate]) -> None:
 
 def _listed(candidate: _Candidate, kinds: Iterable[Kind]) -> dict[str, list[Component]]:
     """The list ``components`` of a plugin module, by kind; the plugin is broken if it holds anything else."""
-    listed = inspect.getattr_static(candidate.module, "components", ())
+    listed = candidate.listed
     descriptors, found = {kind.name: kind.descriptor for kind in kinds}, dict[str, list[Component]]()
     if isinstance(listed, (Iterable, Component)) and not isinstance(listed, (list, tuple)):
         candidate.fail("broken", f"components: it must be a list of descriptions, not {_a(listed)}")

@@ -40,9 +40,7 @@ class Events:
         for name, callback in reversed(callbacks):  # pluggy calls the last one first
             for event in EVENTS:
                 if iscoroutinefunction(getattr(callback, event, None)):
-                    raise PluginError(
-                        f"{name}: {event} is async, and nothing awaits it. This is a bug in the callback."
-                    )
+                    raise PluginError(f"{name}: {event} is async; nothing awaits it. This is a bug in the callback.")
             try:
                 manager.register(callback, name=name)
             except pluggy.PluginValidationError as error:

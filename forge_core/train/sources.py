@@ -81,8 +81,7 @@ def _refuse_incomplete(source: Any, use: ComponentRef, build: ComponentBuilder) 
     has_order = getattr(use.config, "has_own_order", False) or isinstance(source, (PositionedSource, StreamedSource))
     for name in ("vocab_size", "tokenizer", *(() if has_order else ("__len__", "read"))):
         if not hasattr(source, name):
-            words = f"{build.words_for(use)} has no {name}, which a data source must have"
-            raise PluginError(f"{words}. This is a bug in {use.provider}.")
+            raise PluginError(f"{build.words_for(use)} has no {name}, which it needs. This is a bug in {use.provider}.")
 
 
 def _data_phases(job: Job, use: ComponentRef) -> list[tuple[int, Any]]:

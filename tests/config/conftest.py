@@ -165,6 +165,16 @@ class UnwritableConfig:
 
 
 @attrs.frozen(kw_only=True)
+class GapConfig:
+    widths: tuple[int | None, ...] = (None, 3)
+
+
+@attrs.frozen(kw_only=True)
+class NumberedConfig:
+    names: dict[int, str] = attrs.field(factory=lambda: {1: "one"})
+
+
+@attrs.frozen(kw_only=True)
 class FailingConfig:
     size: int = attrs.field(factory=lambda: 1 // 0)
 
@@ -211,6 +221,8 @@ def catalog() -> Catalog:
         ("router", component("not_a_class", "not_a_class")),
         ("router", component("unresolvable", "UnresolvableConfig")),
         ("router", component("unwritable", "UnwritableConfig")),
+        ("router", component("gap", "GapConfig")),
+        ("router", component("numbered", "NumberedConfig")),
         ("router", component("failing", "FailingConfig")),
         ("optimizer", component("muon", "MuonConfig")),
     )

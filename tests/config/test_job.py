@@ -460,6 +460,14 @@ BAD = [
         "model.feed_forward = {name = 'moe', router = 'unwritable'}",
         "UnwritableConfig' fails (TypeError: 1j cannot be written in TOML). This is a bug in acme-routers",
     ),
+    (
+        "model.feed_forward = {name = 'moe', router = 'gap'}",
+        "GapConfig' fails (TypeError: (None, 3) cannot be written in TOML)",
+    ),
+    (
+        "model.feed_forward = {name = 'moe', router = 'numbered'}",
+        "NumberedConfig' fails (TypeError: {1: 'one'} cannot be written in TOML)",
+    ),
 ]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from textwrap import indent
 
 import pytest
 
@@ -142,6 +143,35 @@ def test_a_plugin_module_that_makes_its_names_on_demand_is_asked_for_its_own_alo
     make_distribution("acme-lazy", files=router_plugin("acme_lazy", more=lazy))
 
     assert names(find("acme-lazy")) == ["router:topk"]
+
+
+LISTED = (
+    'Component(kind="router", name="topk", summary="s", factory="acme_made.routers:make", config="acme_made.config:C")'
+)
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        "@property\ndef components(self): return LISTED",
+        "__slots__ = ['components']\ndef __init__(self): self.components = LISTED",
+        "def __dir__(self): return ['components']\ndef __getattr__(self, name): return {'components': LISTED}[name]",
+    ],
+    ids=["property", "slots", "on demand"],
+)
+def test_an_object_may_make_its_components_as_it_is_asked(make_distribution, made):
+    imports = f"from forge_core.api import Component\nLISTED = [{LISTED}]\n"
+    announced = "[forge.v1]\nacme-made = acme_made.plugin:made\n"
+    source = f"{imports}class Made:\n{indent(made, '    ')}\nmade = Made()\n"
+    make_distribution("acme-made", files={"acme_made/plugin.py": source, "entry_points.txt": announced})
+
+    assert names(find("acme-made")) == ["router:topk"]
+
+
+def test_components_that_raise_as_they_are_asked_for_break_their_plugin_alone(make_distribution):
+    lazy = "def __dir__():\n    return ['components']\n\ndef __getattr__(name):\n    return {}[name]\n"
+
+    assert broken(make_distribution, lazy).reason == "KeyError: 'components'"
 
 
 HOOK = "from forge_core.api import Command, Component, Kind, PassComponent, hookimpl\n"

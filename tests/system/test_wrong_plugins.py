@@ -324,7 +324,7 @@ def test_a_data_source_that_lacks_a_part_is_refused_before_the_run(run, source, 
     code, text, _ = run(f"data={{name='{source}'}}")
 
     assert code == 2
-    assert f"error: data source '{source}' of wrong 1.2 has no {lacks}, which a data source must have. This" in text
+    assert f"error: data source '{source}' of wrong 1.2 has no {lacks}, which it needs. This is a bug in" in text
 
 
 def test_a_callback_that_raises_is_named_by_its_place_in_the_job(run):

@@ -74,7 +74,7 @@ def test_an_event_that_nothing_would_await_is_refused_before_the_run():
         async def step_end(self, context):
             pass
 
-    with pytest.raises(PluginError, match="a: step_end is async, and nothing awaits it"):
+    with pytest.raises(PluginError, match="a: step_end is async; nothing awaits it"):
         Events([("a", Async())])
 
 
