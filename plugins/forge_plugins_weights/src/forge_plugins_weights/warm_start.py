@@ -264,14 +264,16 @@ def _with_added(job: Job, start: _Chosen, catalog: Catalog) -> _Chosen:
 
 
 def _added(start: _Chosen, key: str, there: AddingPass, here: AddingPass) -> dict[str, Sequence[str]]:
-    """What one pass adds."""
+    """What one pass adds. A layer that is not in ``own`` has no adapter here, which ``_refuse_halves`` sees to."""
     names = sorted({_name(key) for key in start.here})
     own = here.folded(names)
-    for weight, folded in (found := there.folded(names)).items():
-        if folded.scale != own[weight].scale:
+    found = there.folded(names)
+    for weight in sorted(found.keys() & own.keys()):
+        if found[weight].scale != own[weight].scale:
             raise ConfigError(
-                f"{start.key}: {start.checkpoint.path} has the pass {key} with the scale {folded.scale}, and this job "
-                f"with {own[weight].scale}; restore its keys, or leave out its parameters with {start.key}.exclude"
+                f"{start.key}: {start.checkpoint.path} has the pass {key} with the scale {found[weight].scale}, and "
+                f"this job with {own[weight].scale}; restore its keys, or leave out its parameters with "
+                f"{start.key}.exclude"
             )
     return {
         f"{kind}{weight}": [f"{kind}{one}" for one in folded.reads if one != weight]
