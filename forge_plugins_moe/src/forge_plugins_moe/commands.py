@@ -90,11 +90,12 @@ def upcycle(
     click.echo(f"wrote {out / CHECKPOINT}: {len(upcycled.layers)} layers of {experts} experts, from {checkpoint.path}")
     if any(key.startswith("evaluation.") for key in checkpoint.saved_tensors()):
         click.echo("note: it is made of the trained weights; forge eval of the dense run takes its averages")
-    if upcycled.preserves and changed:
-        settings = "; ".join(f"{one.key}: {value_text(one.old)} -> {value_text(one.new)}" for one in changed)
-        click.echo(f"it computes what the dense model does as far as OVERRIDES do not change that: {settings}")
+    settings = [f"{one.key}: {value_text(one.old)} -> {value_text(one.new)}" for one in changed]
+    if upcycled.preserves:
+        but_for = f", but for what these change: {'; '.join(settings)}" if settings else ""
+        click.echo(f"it computes what the dense model does{but_for}")
     else:
-        click.echo("it computes what the dense model does" if upcycled.preserves else _what_differs(upcycled))
+        click.echo("; ".join([_what_differs(upcycled), *settings]))
     click.echo(f"train it with: forge run {out / CONFIG}")
 
 
