@@ -119,6 +119,10 @@ def test_a_collective_that_one_rank_calls_alone_is_found_and_told():
         LonelyCase().test_two_ranks_go_through_a_run_together()
 
 
+async def waits_for_another(self):
+    pass
+
+
 FAULTS = [
     (dict, "test_is_a_callback", AssertionError, "must return a forge_core.contracts.callback.Callback, got dict"),
     (
@@ -131,7 +135,13 @@ FAULTS = [
         faulty(step_end=lambda self, trainer: None),
         "test_methods_are_events",
         pytest.fail.Exception,
-        "(?s)an event takes arguments that it is not given: .*trainer",
+        "(?s)an event cannot be called: .*trainer",
+    ),
+    (
+        faulty(step_end=waits_for_another),
+        "test_methods_are_events",
+        pytest.fail.Exception,
+        "an event cannot be called: callback: step_end is async",
     ),
     (faulty(step_end=missing_metric), "test_goes_through_a_run", KeyError, "accuracy"),
     (faulty(run_failed=careless), "test_goes_through_a_failing_run", RuntimeError, "in the handler"),

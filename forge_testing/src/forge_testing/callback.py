@@ -65,7 +65,7 @@ class CallbackConformance(ComponentCase):
         try:
             Events([("callback", callback)])
         except PluginError as error:
-            pytest.fail(f"an event takes arguments that it is not given: {error}")
+            pytest.fail(f"an event cannot be called: {error}")
 
     def test_goes_through_a_run(self, tmp_path: Path) -> None:
         _, run = self.start(tmp_path)
