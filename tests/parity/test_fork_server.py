@@ -54,6 +54,7 @@ def test_it_has_what_it_is_given_and_nothing_else(tmp_path):
         ("import sys; sys.exit('a reason')", 1, "a reason\n"),
         ("1 / 0", 1, "ZeroDivisionError: division by zero\n"),
         ("import atexit, sys; atexit.register(print, 'last', file=sys.stderr); sys.exit(3)", 3, "last\n"),
+        ("import sys, weakref; weakref.finalize(sys, print, 'gone', file=sys.stderr)", 0, "gone\n"),
         ("import os; os.abort()", -signal.SIGABRT, ""),
         ("import os, signal; os.kill(os.getpid(), signal.SIGINT)", -signal.SIGINT, "KeyboardInterrupt\n"),
     ],
