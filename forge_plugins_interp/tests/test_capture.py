@@ -110,6 +110,14 @@ def test_a_reduced_capture_has_a_row_a_sample(folder):
     assert values.dtype == torch.bfloat16
 
 
+def test_values_that_float16_does_not_have_are_told(folder):
+    keys = 'callbacks=[{name="capture", interval=2, sites=["embed"], dtype="float16"}]'
+    done = run_forge(folder, "run.name=narrow", keys, "train.steps=2", "optimizer.lr=1e8")
+
+    assert "site embed has values beyond 65,504, the largest of float16" in done.stderr
+    assert "are stored as infinite; use bfloat16" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

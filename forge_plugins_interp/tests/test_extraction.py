@@ -313,6 +313,15 @@ def test_what_is_kept_stays_as_it_was_seen(lengths):
     assert torch.equal(rows, expected)
 
 
+def test_values_that_float16_does_not_have_are_refused(run, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(Reduction, "rows", lambda *_: torch.tensor([[-7e4, 1.0], [torch.inf, 65504.0]]))
+
+    assert extract(run, tmp_path / "narrow", "--dtype", "float16") == 2
+
+    said = "has values beyond 65,504, the largest of float16 (1 in a batch); take bfloat16 or float32"
+    assert said in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("over", ["none", "last"])
 def test_numbers_of_experts_are_kept_with_all_their_digits(over):
     """In bf16, 257 would be 256; and the mean of experts 0 and 8 is not expert 4."""
@@ -320,7 +329,8 @@ def test_numbers_of_experts_are_kept_with_all_their_digits(over):
     experts = torch.tensor([[[0, 257], [8, 300]]])
     is_token = torch.ones(1, 2, dtype=torch.bool)
 
-    rows = Reduction(over=over, dtype=torch.bfloat16).rows(site, experts, is_token, seed=0)
+    reduction = Reduction(over=over, dtype=torch.bfloat16)
+    rows, _ = reduction.cast(reduction.rows(site, experts, is_token, seed=0))
 
     assert rows.dtype == torch.int64
     assert rows.tolist() == ([[0, 257], [8, 300]] if over == "none" else [[8, 300]])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -90,7 +91,11 @@ class Capture(Callback):
         self._forwards[placed.name] += 1
         made_whole = whole(value, placed.cuts)
         if _writes(run):
-            rows = self._reduction.rows(placed.site, made_whole, is_token, run.job.train.seed)
+            seed = run.job.train.seed
+            rows, lack = self._reduction.cast(self._reduction.rows(placed.site, made_whole, is_token, seed))
+            if lack:
+                told = f"callbacks.capture: site {placed.name} has {lack}, which are stored as infinite; use bfloat16"
+                warnings.warn(told, stacklevel=2)
             self._rows[placed.name].append(begin_copy(rows))
 
     def before_optimizer_step(self, run: RunContext, context: StepContext) -> None:

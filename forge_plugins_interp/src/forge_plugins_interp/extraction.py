@@ -130,7 +130,9 @@ class _Extraction:
             self.moments.setdefault(placed.name, Moments(placed.name)).add(reduction.kept(placed.site, kept, is_kept))
             return
         components = self.components.get(placed.name)
-        rows = reduction.rows(placed.site, kept, is_kept, self.session.seed, components)
+        rows, lack = reduction.cast(reduction.rows(placed.site, kept, is_kept, self.session.seed, components))
+        if lack:
+            raise ConfigError(f"--dtype float16: site {placed.name} has {lack}; take bfloat16 or float32")
         self.values[placed.name] = begin_copy(rows)
 
     def _forward(self, numbers: np.ndarray, n_kept: int) -> torch.Tensor:

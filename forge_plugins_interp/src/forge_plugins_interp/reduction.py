@@ -14,6 +14,8 @@ from forge_core.errors import ConfigError
 from forge_plugins_interp.principal_components import PrincipalComponents
 from forge_plugins_interp.token_pattern import TokenPattern
 
+_FP16_MAX = torch.finfo(torch.float16).max
+
 
 @attrs.frozen(kw_only=True)
 class Reduction:
@@ -105,7 +107,16 @@ class Reduction:
             value = components.project(value)
         elif self.features:
             value = value.float() @ _directions(value.shape[-1], self.features, seed).to(value.device)
-        return value if self.dtype is None else value.to(self.dtype)
+        return value
+
+    def cast(self, rows: torch.Tensor) -> tuple[torch.Tensor, str]:
+        """The rows in the dtype that is written, and a sentence if finite values have become infinite: fp16 has none
+        beyond 65,504. Numbers that name experts stay as they are."""
+        if self.dtype is None or not rows.is_floating_point():
+            return rows, ""
+        narrow = rows.to(self.dtype)
+        lost = int((narrow.isinf() & rows.isfinite()).sum()) if self.dtype == torch.float16 else 0
+        return narrow, f"values beyond {_FP16_MAX:,.0f}, the largest of float16 ({lost:,} in a batch)" if lost else ""
 
     def _of_numbers(self, site: Site, value: torch.Tensor, is_kept: torch.Tensor) -> torch.Tensor:
         """Rows of a site whose values are numbers of something, with all their digits."""

@@ -433,6 +433,21 @@ def test_a_checkpoint_in_bf16_is_one_of_a_job_whose_parameters_are(tmp_path, cap
     assert "--dtype fp16: no checkpoint has parameters in fp16" in refused(tmp_path / "hf", capfd, "--dtype", "fp16")
 
 
+def test_weights_that_fp16_does_not_have_are_refused(tmp_path, capfd):
+    model = made("llama", tmp_path / "hf")
+    with torch.no_grad():
+        model.lm_head.weight[3, 2] = -7e4
+    model.save_pretrained(tmp_path / "hf")
+    assert main(["convert", str(tmp_path / "hf"), "--to", "forge", "--out", str(tmp_path / "ours")]) == 0
+    back = ["convert", str(tmp_path / "ours/checkpoint"), "--to", "huggingface", "--out", str(tmp_path / "back")]
+
+    assert main([*back, "--dtype", "fp16"]) == 2
+
+    assert "lm_head.weight has values beyond 65,504, the largest of fp16; write" in capfd.readouterr().err
+    assert not [*tmp_path.glob("*back*")]
+    assert main([*back, "--dtype", "bf16"]) == 0
+
+
 @pytest.mark.slow
 def test_a_converted_model_is_sampled_from_and_trained_further(tmp_path, capfd, monkeypatch):
     monkeypatch.chdir(tmp_path)

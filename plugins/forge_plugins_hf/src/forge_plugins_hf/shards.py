@@ -175,6 +175,9 @@ def write_shards(
     Args:
         make: gives the tensor of a name, on the CPU. It is called in a thread of its own.
         most_bytes: of a file; a larger tensor has one of its own.
+
+    Raises:
+        ConfigError: a finite value is none in fp16.
     """
     shards = [*_dealt(tensors, most_bytes)]
     where: dict[str, str] = {}
@@ -223,8 +226,13 @@ def _made_ahead(tensors: Sequence[Described], make: Callable[[str], torch.Tensor
     """The tensors in order, each begun when the one before is given out."""
 
     def made(one: Described) -> torch.Tensor:
-        tensor = make(one.name).to(one.dtype).contiguous()
+        whole = make(one.name)
+        tensor = whole.to(one.dtype).contiguous()
         assert tensor.shape == one.shape, f"{one.name} is not what was described"
+        if one.dtype == torch.float16 and bool((tensor.isinf() & whole.isfinite()).any()):
+            raise ConfigError(
+                f"{one.name} has values beyond 65,504, the largest of fp16; write the model in bf16 or fp32"
+            )
         return tensor
 
     with ThreadPoolExecutor(1, "forge-make") as beside:
