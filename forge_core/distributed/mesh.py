@@ -117,8 +117,12 @@ def sharding_mesh(device_mesh: DeviceMesh) -> DeviceMesh:
     return device_mesh["dp_shard", "cp"]._flatten("dp_shard_cp")
 
 
-def choose_device(wanted: str) -> torch.device:
-    """The device of this process for ``run.device``.
+def choose_device(wanted: str, key: str = "run.device") -> torch.device:
+    """The device of this process.
+
+    Args:
+        wanted: as ``run.device`` has it.
+        key: names it in problems.
 
     Raises:
         ConfigError: it is not on this machine.
@@ -126,7 +130,7 @@ def choose_device(wanted: str) -> torch.device:
     present = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
     kind = next(kind for kind, there in present.items() if there) if wanted == "auto" else wanted
     if not present[kind]:
-        raise ConfigError(f"run.device: {kind} was asked for, but torch sees none on this machine; use auto or cpu")
+        raise ConfigError(f"{key}: {kind} was asked for, but torch sees none on this machine; use auto or cpu")
     if kind != "cuda":
         return torch.device(kind)
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))

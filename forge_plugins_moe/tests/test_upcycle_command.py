@@ -235,6 +235,10 @@ def test_of_adapters_and_biases_no_experts_are_made(folder, tmp_path, setting, s
         (["--seed", "9" * 20], "'--seed': 99999999999999999999 is not in the range"),
         (["model.feed_forward.n_experts=8"], "model.feed_forward.n_experts=8: --experts 4 says how many"),
         (["model.tie_embeddings=true"], "the sparse one has no head.weight"),
+        (
+            ["--top-k", "1", "model.feed_forward.router.top_k=2"],
+            "top_k=2: --top-k 1 says how many; leave one out",
+        ),
         (["--top-k", "5"], "5 experts a token are more than the 4"),
         (["model.feed_forward.router.name=sofmax_topk"], "Did you mean 'softmax_topk'"),
         (["model.feed_forward.hidden_dim=32"], "leave out hidden_dim"),

@@ -5,6 +5,7 @@ import json
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from forge_core.cli import main
 
@@ -101,6 +102,13 @@ def test_a_run_without_a_template_does_not_talk(plain, capsys):
 
     assert main(["generate", plain, *ARGUMENTS, "--prompt", "a"]) == 2
     assert "step_00000003: the tokenizer has no chat template; train on data" in capsys.readouterr().err
+
+
+def test_a_device_that_is_not_there_is_refused_by_its_option(plain, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+    assert main(["generate", plain, "--device", "cuda"]) == 2
+    assert "--device: cuda was asked for, but torch sees none on this machine" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

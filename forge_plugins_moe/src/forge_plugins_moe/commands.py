@@ -78,7 +78,10 @@ def upcycle(
     from forge_plugins_moe.upcycle_checkpoint import CHECKPOINT, CONFIG, upcycle_checkpoint
 
     if top_k is not None:
-        overrides = (f"model.feed_forward.router.top_k={top_k}", *overrides)
+        key = "model.feed_forward.router.top_k"
+        if twice := next((one for one in overrides if one.partition("=")[0].strip() == key), None):
+            raise ConfigError(f"{twice}: --top-k {top_k} says how many; leave one out")
+        overrides = (f"{key}={top_k}", *overrides)
     try:
         how = Upcycling(granularity=granularity, scale=scale, drop=drop, seed=seed)  # type: ignore[arg-type]  # a choice
     except ValueError as error:

@@ -93,7 +93,7 @@ def generate(
     from forge_plugins_weights.loading import load_model
 
     checkpoint = find_checkpoint(run, _say, model_problem)
-    place = choose_device(device)
+    place = choose_device(device, "--device")
     loaded = load_model(checkpoint, invocation.catalog, place, getattr(torch, dtype), weights)
     reader, config = _reader(loaded, invocation)
     read = _prompts(reader, config, images, videos, prompts)

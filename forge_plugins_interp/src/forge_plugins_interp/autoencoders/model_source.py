@@ -48,7 +48,7 @@ class ActivationsOf:
         self, config: ActivationsOfConfig, /, *, seq_len: int, split: Split, build: Builder, seed: int
     ) -> None:
         checkpoint = find_checkpoint(Path(config.run), lambda line: None, model_problem)
-        device = choose_device(config.device)
+        device = choose_device(config.device, "data.device")
         loaded = load_model(checkpoint, discover, device, _DTYPES[config.precision])
         self._model = loaded.model.eval().requires_grad_(False)
         longest: Any = self._model.max_seq_len

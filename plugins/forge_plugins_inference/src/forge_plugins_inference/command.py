@@ -104,7 +104,7 @@ def generate(
     from forge_plugins_weights.loading import load_model
 
     checkpoint = find_checkpoint(run, _say, model_problem)
-    place = choose_device(device)
+    place = choose_device(device, "--device")
     loaded = load_model(checkpoint, obj.catalog, place, getattr(torch, dtype), weights)
     tokenizer = loaded.tokenizer
     if tokenizer is None:
