@@ -39,12 +39,43 @@ class TestBytes(Case):
     pass
 
 
+class Extended(Bytes):
+    begin_of_document = 255
+    ends_of_turn = (256,)
+
+    def encode_bytes(self, content):
+        return self.encode(content.decode())
+
+    def encode_with_ends(self, text):
+        ends = [number for number, character in enumerate(text, 1) for _ in character.encode()]
+        return self.encode(text), np.array(ends, dtype=np.int64)
+
+
+class TestExtended(Case):
+    tokenizer = Extended
+
+
 def faulty(**attributes):
     return type("Faulty", (Bytes,), attributes)
 
 
 def encoding(change):
     return faulty(encode=lambda self, text: change(Bytes().encode(text)))
+
+
+def with_bytes(change):
+    return faulty(encode_bytes=lambda self, content: change(Bytes().encode(content.decode())))
+
+
+def with_ends(change):
+    return faulty(encode_with_ends=lambda self, text: change(Bytes().encode(text)))
+
+
+class Beginning(Bytes):
+    number = itertools.count()
+
+    def __init__(self):
+        self.begin_of_document = None if next(self.number) else 256
 
 
 class Counted(Bytes):
@@ -81,6 +112,26 @@ FAULTS = [
     ),
     (faulty(decode=lambda self, ids: "<end>"), "test_end_of_document_has_no_text", "got '<end>'"),
     (Counted, "test_is_deterministic", "two tokenizers of one configuration differ in fingerprint"),
+    (faulty(begin_of_document=257), "test_optional_members_agree", r"begin_of_document must be below .*, got \[257\]"),
+    (faulty(begin_of_document=97), "test_optional_members_agree", "encode adds begin_of_document to 'a'"),
+    (faulty(ends_of_turn=(256, -1)), "test_optional_members_agree", r"ends_of_turn must be below .*, got \[256, -1\]"),
+    (with_bytes(lambda ids: ids + 1), "test_optional_members_agree", "encode_bytes and encode differ for 'a'"),
+    (
+        with_ends(lambda ids: (ids + 1, ids)),
+        "test_optional_members_agree",
+        "encode_with_ends and encode differ for 'a'",
+    ),
+    (
+        with_ends(lambda ids: (ids, ids[1:])),
+        "test_optional_members_agree",
+        r"an end for each id, in their order, got \[\]",
+    ),
+    (
+        with_ends(lambda ids: (ids, np.zeros(len(ids)))),
+        "test_optional_members_agree",
+        "the last end of 'a' must be 1, got 0",
+    ),
+    (Beginning, "test_saved_is_the_same", "has the begin_of_document None, not 256"),
     (Nameless, "test_saved_is_the_same", "must return a table with the key name, got {}"),
     (Counted, "test_saved_is_the_same", "built from what save wrote has the fingerprint"),
 ]

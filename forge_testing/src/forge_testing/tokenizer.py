@@ -121,6 +121,37 @@ class TokenizerConformance(ComponentCase):
             assert np.array_equal(again.encode(text), tokenizer.encode(text)), (
                 f"the tokenizer built from what save wrote encodes {text!r} differently"
             )
+        own, theirs = (getattr(one, "begin_of_document", None) for one in (tokenizer, again))
+        assert own == theirs, f"the tokenizer built from what save wrote has the begin_of_document {theirs}, not {own}"
+
+    def test_optional_members_agree(self, base: Path) -> None:
+        """``encode_bytes``, ``encode_with_ends``, ``begin_of_document`` and ``ends_of_turn``, where they are there."""
+        tokenizer: Any = self.make(base=base)
+        begin, size = getattr(tokenizer, "begin_of_document", None), tokenizer.vocab_size
+
+        for name, ids in {
+            "begin_of_document": [begin or 0],
+            "ends_of_turn": getattr(tokenizer, "ends_of_turn", ()),
+        }.items():
+            assert all(0 <= one < size for one in ids), f"{name} must be below vocab_size = {size}, got {[*ids]}"
+        for text in self.texts:
+            ids = tokenizer.encode(text)
+            assert begin is None or begin not in ids, (
+                f"encode adds begin_of_document to {text!r}; the data source does that"
+            )
+            if hasattr(tokenizer, "encode_bytes"):
+                of_bytes = tokenizer.encode_bytes(text.encode())
+                assert np.array_equal(of_bytes, ids), f"encode_bytes and encode differ for {text!r}"
+            if hasattr(tokenizer, "encode_with_ends"):
+                same, ends = tokenizer.encode_with_ends(text)
+                assert np.array_equal(same, ids), f"encode_with_ends and encode differ for {text!r}"
+                is_wrong = len(ends) != len(ids) or bool((np.diff(ends) < 0).any())
+                assert not is_wrong, (
+                    f"encode_with_ends must give an end for each id, in their order, got {ends} for {text!r}"
+                )
+                assert not len(ids) or ends[-1] == len(text), (
+                    f"the last end of {text!r} must be {len(text)}, got {ends[-1]}"
+                )
 
 
 def _difference(again: str, text: str) -> str:
