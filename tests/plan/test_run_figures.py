@@ -40,6 +40,7 @@ def run(tmp_path):
     lines = [{"step": number, "step_seconds": s, "memory_gib": gib} for number, (s, gib) in enumerate(values, 1)]
     lines.insert(2, {"step": 2, "eval/loss": 1.0})
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "events.jsonl").write_text('{"event": "started", "step": 0}\n{"event": "saved", "step": 4}\n')
     return folder
 
 
@@ -64,6 +65,15 @@ def test_median_and_peak_of_a_run_stand_beside_its_plan(run, capfd):
     assert time.split()[-3:] == [f"{seconds:.3f}", "0.300", f"{0.3 / seconds:.2f}"]
     assert peak.split()[-3:] == [f"{peak_gib:.3f}", "0.750", f"{0.75 / peak_gib:.2f}"]
     assert far == "  More than 10% off: time of a step and peak of rank 0"
+
+
+def test_an_earlier_start_counts_nothing(run):
+    with (run / "events.jsonl").open("a") as file:
+        file.write('{"event": "resumed", "step": 2}\n')
+
+    found = run_figures(run)
+
+    assert (found.lines, found.step_seconds, found.peak_bytes) == (1, 0.3, 0.5 * 2**30)
 
 
 def test_a_line_that_the_run_is_writing_is_left_out(run):
@@ -126,6 +136,8 @@ def test_a_file_needs_a_number_of_ranks(run, capfd):
         ("environment.json", None, "environment.json"),
         ("environment.json", "{}", "KeyError: 'world_size'"),
         ("environment.json", "[2]", "TypeError"),
+        ("events.jsonl", None, "events.jsonl"),
+        ("events.jsonl", "", "IndexError"),
         ("metrics.jsonl", "{\n", "JSONDecodeError"),
         ("metrics.jsonl", "1\n", "TypeError"),
         ("metrics.jsonl", '{"step": 1, "step_seconds": 2.0}\n', "has logged fewer than two steps"),

@@ -19,7 +19,7 @@ _FAR = 0.1
 
 @attrs.frozen(kw_only=True)
 class RunFigures:
-    """The figures of a run's ``metrics.jsonl``."""
+    """The figures of a run's ``metrics.jsonl``, of its last start: an earlier one may have had another layout."""
 
     path: Path
     ranks: int
@@ -39,12 +39,16 @@ def run_figures(path: Path) -> RunFigures:
     """
     try:
         ranks = json.loads((path / "environment.json").read_text(encoding="utf-8"))["world_size"]
-        *lines, _ = (path / "metrics.jsonl").read_text(encoding="utf-8").split("\n")  # the last may be half written
-        logged: list[Mapping[str, Any]] = [line for line in map(json.loads, lines) if "step_seconds" in line][1:]
-    except (OSError, TypeError, ValueError, KeyError) as error:
+        starts = [line["step"] for line in _lines(path / "events.jsonl") if line["event"] in ("started", "resumed")]
+        lines = (line for line in _lines(path / "metrics.jsonl") if "step_seconds" in line)
+        logged = [line for line in lines if line["step"] > starts[-1]][1:]
+    except (OSError, TypeError, ValueError, LookupError) as error:
         raise ConfigError(f"{path}: cannot be read as a run's directory: {type(error).__name__}: {error}") from error
     if not logged:
-        raise ConfigError(f"{path}: its run has logged fewer than two steps, and the first is slower than others")
+        raise ConfigError(
+            f"{path}: its run has logged fewer than two steps since it was started last, and the first is slower than "
+            "others"
+        )
     memory = [line["memory_gib"] for line in logged if "memory_gib" in line]
     return RunFigures(
         path=path,
@@ -53,6 +57,11 @@ def run_figures(path: Path) -> RunFigures:
         step_seconds=statistics.median(line["step_seconds"] for line in logged),
         peak_bytes=round(max(memory) * GIB) if memory else None,
     )
+
+
+def _lines(path: Path) -> Iterator[Mapping[str, Any]]:
+    *lines, _ = path.read_text(encoding="utf-8").split("\n")  # the last may be half written
+    return map(json.loads, lines)
 
 
 def as_text(run: RunFigures, plan: Plan) -> Iterator[str]:
