@@ -17,7 +17,7 @@ PLUGIN = """
 
     @hookimpl
     def forge_schedulers():
-        return [component("negative"), component("late_nan"), component("moody")]
+        return [component("negative"), component("late_nan"), component("truth"), component("moody")]
 
     @hookimpl
     def forge_losses():
@@ -82,6 +82,10 @@ PARTS = """
 
     def late_nan(config, /, *, total_steps):
         return lambda step: math.nan if step == total_steps else 1.0
+
+
+    def truth(config, /, *, total_steps):
+        return lambda step: step <= total_steps
 
 
     def moody(config, /, *, total_steps):
@@ -287,6 +291,7 @@ def run(tiny, make_distribution, capsys):
     [
         ("negative", "gives -0.25 as the learning rate's multiplier of step 5", 0),
         ("late_nan", "gives nan as the learning rate's multiplier of step 10", 0),
+        ("truth", "gives a bool as the learning rate's multiplier of step 1", 0),
         ("moody", "gives -0.5 as the learning rate's multiplier of step 3", 1),  # values arrive a step late
     ],
 )

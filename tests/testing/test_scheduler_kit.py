@@ -47,6 +47,11 @@ FAULTS = [
         "test_gives_a_finite_multiplier_at_every_step",
         "the multiplier of step 1 must be a float, got ndarray",
     ),
+    (
+        lambda n: lambda step: step <= n,
+        "test_gives_a_finite_multiplier_at_every_step",
+        "the multiplier of step 1 must be a float, got bool",
+    ),
     (counting, "test_depends_on_the_step_only", "changes with the order of calls"),
     (made_differently, "test_depends_on_the_step_only", "a run that resumes at step"),
     (lambda n: 1 / (n - 1), "test_a_run_of_one_step_works_or_is_refused", "total_steps=1 raises ZeroDivisionError"),

@@ -27,9 +27,8 @@ class SchedulerConformance(ComponentCase):
 
         for step in (*range(1, self.total_steps + 1), *self._steps_beyond()):
             multiplier = schedule(step)
-            assert isinstance(multiplier, (int, float)), (
-                f"the multiplier of step {step} must be a float, got {type(multiplier).__name__}"
-            )
+            is_number = isinstance(multiplier, (int, float)) and not isinstance(multiplier, bool)
+            assert is_number, f"the multiplier of step {step} must be a float, got {type(multiplier).__name__}"
             assert math.isfinite(multiplier), f"the multiplier of step {step} of {self.total_steps} is {multiplier}"
             assert multiplier >= 0, f"the multiplier of step {step} of {self.total_steps} is negative: {multiplier}"
 
