@@ -44,7 +44,8 @@ class ReportsMetrics(Protocol):
         on all ranks.
 
         They are reported as ``<key>/<qualified name of the module>``. One that is computed from parameters, each of
-        which is a ``DTensor`` here if it is cut over ranks, is made whole.
+        which is a ``DTensor`` here if it is cut over ranks, is made whole. With a pipeline, a module has to report at
+        the first logged step what it ever will.
         """
         ...
 

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from forge_core.config.sections import AXES, Job
 from forge_core.distributed.environment import allow_sockets, interface_problem, refuse_unknown_host, why_not_joined
-from forge_core.errors import ConfigError
+from forge_core.errors import ConfigError, PluginError
 from forge_core.job import resolve_degrees
 
 T = TypeVar("T")
@@ -85,6 +85,38 @@ class Mesh:
             if self.degrees[axis] > 1:
                 dist.all_reduce(value, group=self.device_mesh.get_group(axis))
         return value
+
+
+class SumOverStages:
+    """The sum over pipeline stages of scalars by name, of which a stage may have others than the rest.
+
+    Args:
+        who: reports them, for a message.
+    """
+
+    def __init__(self, who: str) -> None:
+        self._who = who
+        self._names: list[str] | None = None
+
+    def __call__(self, mesh: Mesh, values: Mapping[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
+        """Sum them, on all ranks of a pipeline alike.
+
+        Raises:
+            PluginError: a name that no stage has had in the first call.
+        """
+        own = {name: value.to(device) for name, value in values.items()}
+        if mesh.degrees["pp"] == 1:
+            return own
+        if self._names is None:
+            self._names = [*dict.fromkeys(name for stage in mesh.gather_over("pp", [*own]) for name in stage)]
+        if late := own.keys() - set(self._names):
+            what = f"{sorted(late)[0]!r} was not among what {self._who} reported at the first logged step"
+            raise PluginError(f"{what}, and with a pipeline all that they ever report must be")
+        if not self._names:
+            return {}
+        nothing = torch.zeros((), device=device)
+        stacked = torch.stack([own.get(name, nothing).to(torch.float32) for name in self._names])
+        return dict(zip(self._names, mesh.sum_over(stacked, ("pp",)).unbind(), strict=True))
 
 
 def build_mesh(job: Job, device: torch.device) -> Mesh:

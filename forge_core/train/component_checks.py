@@ -251,7 +251,7 @@ class CheckedSchedule:
 
     def __call__(self, step: int, /) -> float:
         multiplier: Any = self._schedule(step)
-        if not isinstance(multiplier, Real) or isinstance(multiplier, bool):
+        if isinstance(multiplier, bool) or not isinstance(multiplier, Real):
             found = f"a {type(multiplier).__name__}"
         elif not (math.isfinite(multiplier) and float(multiplier) >= 0):
             found = str(multiplier)

@@ -14,7 +14,7 @@ from forge_core.contracts.callback import Requests, RunContext
 from forge_core.contracts.supervisor import Supervisor
 from forge_core.data.loader import BatchLoader
 from forge_core.distributed.consensus import Consensus
-from forge_core.distributed.mesh import Mesh
+from forge_core.distributed.mesh import Mesh, SumOverStages
 from forge_core.errors import PluginError
 from forge_core.train.events import Events
 
@@ -37,7 +37,7 @@ class Reports:
 
     def __init__(self) -> None:
         self._values: dict[str, torch.Tensor] = {}
-        self._names: list[str] | None = None
+        self._sum = SumOverStages("callbacks")
 
     def clear(self) -> None:
         """Forget those of a step that is not logged."""
@@ -61,19 +61,8 @@ class Reports:
         Raises:
             PluginError: a name that no stage has reported at the first logged step.
         """
-        values, self._values = {name: value.to(device) for name, value in self._values.items()}, {}
-        if mesh.degrees["pp"] == 1:
-            return values
-        if self._names is None:
-            self._names = [*dict.fromkeys(name for stage in mesh.gather_over("pp", [*values]) for name in stage)]
-        if late := values.keys() - set(self._names):
-            what = f"{sorted(late)[0]!r} was not among what callbacks reported at the first logged step"
-            raise PluginError(f"run.report: {what}, and with a pipeline all that they ever report must be")
-        if not self._names:
-            return {}
-        nothing = torch.zeros((), device=device)
-        stacked = torch.stack([values.get(name, nothing).to(torch.float32) for name in self._names])
-        return dict(zip(self._names, mesh.sum_over(stacked, ("pp",)).unbind(), strict=True))
+        values, self._values = self._values, {}
+        return self._sum(mesh, values, device)
 
 
 @attrs.frozen(kw_only=True)

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from forge_core.contracts.model import canonical_name
 from forge_core.contracts.module import ReportsMetrics, StepModule
-from forge_core.distributed.mesh import DATA_AXES, Mesh
+from forge_core.distributed.mesh import DATA_AXES, Mesh, SumOverStages
 from forge_core.errors import PluginError
 
 
@@ -26,7 +26,7 @@ class StepModules:
         self._modules: dict[str, Any] = {name: one for name, one in named.items() if isinstance(one, StepModule)}
         self._measured: dict[str, Any] = {name: one for name, one in named.items() if isinstance(one, ReportsMetrics)}
         self._deciding = {one: _deciding(name, named) for name, one in named.items()}
-        self._metric_names: Sequence[str] | None = None
+        self._sum = SumOverStages("modules")
 
     @torch.no_grad()
     def forget(self) -> None:
@@ -76,21 +76,14 @@ class StepModules:
         equal on all ranks.
 
         Raises:
-            PluginError: something else than a tensor with one value is reported.
+            PluginError: something else than a tensor with one value is reported; or, with a pipeline, a name that no
+                stage has reported at the first logged step.
         """
         own: dict[str, torch.Tensor] = {}
         for name, module in self._measured.items():
             with _named(module, name, "step_metrics"):
                 own |= {f"{key}/{name}": _scalar(key, value) for key, value in module.step_metrics().items()}
-        if self._mesh.degrees["pp"] == 1:
-            return own
-        if self._metric_names is None:
-            stages = self._mesh.gather_over("pp", [*own])
-            self._metric_names = [name for stage in stages for name in stage]
-        if not self._metric_names:
-            return {}
-        values = torch.stack([own.get(name, torch.zeros((), device=device)) for name in self._metric_names])
-        return dict(zip(self._metric_names, self._mesh.sum_over(values, ("pp",)).unbind(), strict=True))
+        return self._sum(self._mesh, own, device)
 
     def _is_frozen(self, owner: nn.Module, buffer: str) -> bool:
         """Return whether a buffer is saved, and of a module that is not trained in this step."""

@@ -202,6 +202,39 @@ def test_metrics_have_the_names_of_their_modules(parts):
     assert contributors.metrics(torch.device("cpu")) == {"most/0": 0.0, "most/1.0": 3.0}
 
 
+class Late(Counter):
+    def __init__(self):
+        super().__init__()
+        self.found = {}
+
+    def step_metrics(self):
+        return self.found
+
+
+class FirstStage:
+    """The other one reports nothing."""
+
+    degrees = {"pp": 2}
+
+    def gather_over(self, axis, value):
+        return [value, []]
+
+    def sum_over(self, value, axes):
+        return value
+
+
+def test_with_a_pipeline_a_metric_that_comes_later_is_refused():
+    """It had no place in what stages exchange, and was left out in silence."""
+    module, device = Late(), torch.device("cpu")
+    modules = StepModules([nn.ModuleDict({"0": module})], FirstStage())
+    module.found = {"a": torch.ones(())}
+    assert modules.metrics(device) == {"a/0": 1.0}
+
+    module.found = {"b": torch.ones(())}
+    with pytest.raises(PluginError, match="'b/0' was not among what modules reported at the first logged step"):
+        modules.metrics(device)
+
+
 class Told(nn.Module):
     """Reports, and does nothing else."""
 
