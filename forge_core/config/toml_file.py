@@ -24,6 +24,8 @@ MAX_FILES = 32
 _FILES: KeyPath = ("plugins", "files")
 RESOLVED = "job.toml"
 """The file of a resolved job, in a run's directory and in checkpoints."""
+_OF_FILES = ("extends", "unset")
+"""Keys at the root of a file about files; the others are a job's."""
 MAX_PLUGIN_BYTES = 2**18
 """Bytes of a plugin in a file."""
 
@@ -62,6 +64,9 @@ class _Reading:
     def read(self, path: Path, chain: tuple[Path, ...]) -> Document:
         resolved = any(one.name == RESOLVED for one in (*chain, path))  # a stranger may have written it
         layer = with_file_texts(_parse(path), None if resolved else path.parent)
+        for key, value in layer.table.items():
+            if isinstance(value, (str, list)) and key not in _OF_FILES and (near := nearest(key, _OF_FILES)):
+                raise _about(layer, f"unknown key; did you mean '{near}'?", key)
         extends = layer.table.pop("extends", [])
         names = [extends] if isinstance(extends, str) else extends
         if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):

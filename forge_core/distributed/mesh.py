@@ -87,8 +87,8 @@ class Mesh:
         return value
 
 
-class SumOverStages:
-    """The sum over pipeline stages of scalars by name, of which a stage may have others than the rest.
+class StageScalars:
+    """Scalars by name, of which a pipeline stage may have others than the rest.
 
     Args:
         who: reports them, for a message.
@@ -98,25 +98,31 @@ class SumOverStages:
         self._who = who
         self._names: list[str] | None = None
 
-    def __call__(self, mesh: Mesh, values: Mapping[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
-        """Sum them, on all ranks of a pipeline alike.
+    def aligned(
+        self, mesh: Mesh, values: Mapping[str, torch.Tensor], device: torch.device
+    ) -> Mapping[str, torch.Tensor]:
+        """The same names on each stage, with 0 where it lacks one. All ranks of a pipeline call it.
 
         Raises:
             PluginError: a name that no stage has had in the first call.
         """
-        own = {name: value.to(device) for name, value in values.items()}
         if mesh.degrees["pp"] == 1:
-            return own
+            return values
         if self._names is None:
-            self._names = [*dict.fromkeys(name for stage in mesh.gather_over("pp", [*own]) for name in stage)]
-        if late := own.keys() - set(self._names):
+            self._names = [*dict.fromkeys(name for stage in mesh.gather_over("pp", [*values]) for name in stage)]
+        if late := values.keys() - set(self._names):
             what = f"{sorted(late)[0]!r} was not among what {self._who} reported at the first logged step"
             raise PluginError(f"{what}, and with a pipeline all that they ever report must be")
-        if not self._names:
-            return {}
         nothing = torch.zeros((), device=device)
-        stacked = torch.stack([own.get(name, nothing).to(torch.float32) for name in self._names])
-        return dict(zip(self._names, mesh.sum_over(stacked, ("pp",)).unbind(), strict=True))
+        return {name: values.get(name, nothing) for name in self._names}
+
+    def summed(self, mesh: Mesh, values: Mapping[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
+        """Same as ``aligned``, summed over stages, on ``device``."""
+        own = {name: value.to(device) for name, value in self.aligned(mesh, values, device).items()}
+        if mesh.degrees["pp"] == 1 or not own:
+            return own
+        stacked = torch.stack([value.to(torch.float32) for value in own.values()])
+        return dict(zip(own, mesh.sum_over(stacked, ("pp",)).unbind(), strict=True))
 
 
 def build_mesh(job: Job, device: torch.device) -> Mesh:

@@ -110,7 +110,8 @@ def attach_auxiliary_loss(
             total is: the engine divides it by the step's number of tokens, padding left out, and what is computed from
             the head by that of targets, so that the gradient does not depend on how the step is cut into microbatches
             and ranks. A model may have it divided by another number (``MultiTokenModel.count_targets``).
-        name: under which the mean is reported, such as ``"load_balance"``.
+        name: under which the mean is reported, such as ``"load_balance"``. With a pipeline, each has to be there at the
+            first logged step.
         place: where ``value`` was computed from. ``"read"``: from what a norm gives, as a router's are. ``"stream"``:
             from the residual stream, as a penalty on what a layer gives back is. ``"head"``: by a loss from the head.
         follow: for a loss that adds to what it is the total of, ``activation``: the gradient of ``value`` begins with

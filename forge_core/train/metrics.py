@@ -13,7 +13,7 @@ from forge_core.contracts.batch import MixedSource
 from forge_core.contracts.callback import StepContext
 from forge_core.contracts.gpu import PEAK_BF16_TFLOPS
 from forge_core.distributed.host_copy import HostCopy
-from forge_core.distributed.mesh import LOSS_AXES
+from forge_core.distributed.mesh import LOSS_AXES, StageScalars
 from forge_core.errors import PluginError
 from forge_core.ops.auxiliary_loss import LEDGER
 from forge_core.train.build import BuiltModel
@@ -55,8 +55,7 @@ class Metrics:
         self._tokens_a_step = train.batch_size * (train.grad_accumulation or 1) * run.mesh.dp_size * train.seq_len
         self._ready: tuple[int, dict[str, torch.Tensor], dict[str, float]] | None = None
         self._pending: Pending | None = None
-        # of all pipeline stages, asked for once, at the first step that is logged
-        self._auxiliary_names: list[str] | None = None
+        self._auxiliary = StageScalars("auxiliary losses")
         self._start_window()
 
     def restart(self) -> None:
@@ -101,17 +100,18 @@ class Metrics:
             The loss of all ranks.
         """
         mesh, values = self._run.mesh, context.metrics
-        auxiliary = {f"auxiliary/{name}": value for name, value in self._auxiliary_means().items()}
+        means = self._auxiliary.aligned(mesh, LEDGER.means(), self._run.device)
+        auxiliary = {f"auxiliary/{name}": value for name, value in means.items()}
         if auxiliary and mesh.degrees["tp"] > 1:
             whole = mesh.sum_over(torch.stack([*auxiliary.values()]), ("tp",))
             auxiliary = dict(zip(auxiliary, whole.unbind(), strict=True))
         sums = [one for each in self.sums_of_sources() for one in each.to(values["loss"].dtype).flatten().unbind()]
         over_ranks = torch.stack([values["loss"], *auxiliary.values(), *sums])
-        loss, *means = mesh.sum_over(over_ranks, LOSS_AXES).unbind()
+        loss, *summed = mesh.sum_over(over_ranks, LOSS_AXES).unbind()
         norms = {name: value for name, value in values.items() if name.partition("/")[0] == "grad_norm"}
-        tensors = {"loss": loss, "targets": targets, **norms, **dict(zip(auxiliary, means, strict=False))}
+        tensors = {"loss": loss, "targets": targets, **norms, **dict(zip(auxiliary, summed, strict=False))}
         tensors |= self._modules.metrics(self._run.device)
-        tensors |= losses_of_sources(self._source_names, means[len(auxiliary) :])
+        tensors |= losses_of_sources(self._source_names, summed[len(auxiliary) :])
         known = {"lr": rate, "tokens": context.tokens, **self._tokens_of_sources(), **self._speed()}
         self._ready = context.step, tensors | {"skipped": self._guard.skipped} | self._guard.loss_scale.metrics(), known
         self._start_window()
@@ -174,17 +174,6 @@ class Metrics:
         """Log what is pending, and let the guard look at all steps so far. The host waits for the device."""
         self.log_pending()
         self._guard.sync()
-
-    def _auxiliary_means(self) -> Mapping[str, torch.Tensor]:
-        """By the same names on every rank: a stage without the layers that have a loss has zero of it."""
-        means, mesh = LEDGER.means(), self._run.mesh
-        if mesh.degrees["pp"] == 1:
-            return means
-        if self._auxiliary_names is None:
-            stages = mesh.gather_over("pp", [*means])
-            self._auxiliary_names = list(dict.fromkeys(name for stage in stages for name in stage))
-        nothing = torch.zeros((), device=self._run.device)
-        return {name: means.get(name, nothing) for name in self._auxiliary_names}
 
 
 ABSENT = -math.inf

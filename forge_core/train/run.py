@@ -14,7 +14,7 @@ from forge_core.contracts.callback import Requests, RunContext
 from forge_core.contracts.supervisor import Supervisor
 from forge_core.data.loader import BatchLoader
 from forge_core.distributed.consensus import Consensus
-from forge_core.distributed.mesh import Mesh, SumOverStages
+from forge_core.distributed.mesh import Mesh, StageScalars
 from forge_core.errors import PluginError
 from forge_core.train.events import Events
 
@@ -37,7 +37,7 @@ class Reports:
 
     def __init__(self) -> None:
         self._values: dict[str, torch.Tensor] = {}
-        self._sum = SumOverStages("callbacks")
+        self._stages = StageScalars("callbacks")
 
     def clear(self) -> None:
         """Forget those of a step that is not logged."""
@@ -62,7 +62,7 @@ class Reports:
             PluginError: a name that no stage has reported at the first logged step.
         """
         values, self._values = self._values, {}
-        return self._sum(mesh, values, device)
+        return self._stages.summed(mesh, values, device)
 
 
 @attrs.frozen(kw_only=True)

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from forge_core.contracts.model import canonical_name
 from forge_core.contracts.module import ReportsMetrics, StepModule
-from forge_core.distributed.mesh import DATA_AXES, Mesh, SumOverStages
+from forge_core.distributed.mesh import DATA_AXES, Mesh, StageScalars
 from forge_core.errors import PluginError
 
 
@@ -26,7 +26,7 @@ class StepModules:
         self._modules: dict[str, Any] = {name: one for name, one in named.items() if isinstance(one, StepModule)}
         self._measured: dict[str, Any] = {name: one for name, one in named.items() if isinstance(one, ReportsMetrics)}
         self._deciding = {one: _deciding(name, named) for name, one in named.items()}
-        self._sum = SumOverStages("modules")
+        self._stages = StageScalars("modules")
 
     @torch.no_grad()
     def forget(self) -> None:
@@ -83,7 +83,7 @@ class StepModules:
         for name, module in self._measured.items():
             with _named(module, name, "step_metrics"):
                 own |= {f"{key}/{name}": _scalar(key, value) for key, value in module.step_metrics().items()}
-        return self._sum(self._mesh, own, device)
+        return self._stages.summed(self._mesh, own, device)
 
     def _is_frozen(self, owner: nn.Module, buffer: str) -> bool:
         """Return whether a buffer is saved, and of a module that is not trained in this step."""

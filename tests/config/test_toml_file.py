@@ -115,6 +115,8 @@ def test_two_files_may_share_a_base(write):
     [
         ('a = 1\nextends = "nope.toml"', "job.toml:2: extends: there is no file nope.toml"),
         ("extends = 3", "job.toml:1: extends: expected a file name or an array of file names"),
+        ('extend = "base.toml"', "job.toml:1: extend: unknown key; did you mean 'extends'?"),
+        ('unsett = ["train.steps"]', "job.toml:1: unsett: unknown key; did you mean 'unset'?"),
         ('extends = "job.toml"', "the files extend each other in a circle: job.toml extends job.toml"),
         ('extends = "./other.toml"', "in a circle: job.toml extends other.toml extends job.toml"),
         ('unset = "a"', "job.toml:1: unset: expected an array of keys, as in unset = ["),
