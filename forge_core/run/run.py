@@ -103,10 +103,12 @@ def run_job(
             ownership(setup, _environment(setup, built.model, command), time_limit, _bytes_of(built)) as held,
             fatal_errors_kept(setup.directory.path, setup.mesh.rank),
         ):
+            requests = Requests()
+            heeded.enter_context(stop_on_signals(requests, setup.console.line))  # a start that is told has its end told
             announce(setup, built.model, held.attempt)
             if loaded:
                 setup.directory.write_facts("loaded.json", loaded)
-            return _Training(setup, built, time_limit, held).run(heeded)
+            return _Training(setup, built, time_limit, held, requests).run()
 
 
 @contextmanager
@@ -182,10 +184,9 @@ def _bytes_of(built: Built) -> int:
 class _Training:
     """The services of the training loop, each built from those before it."""
 
-    def __init__(self, setup: RunSetup, built: Built, time_limit: TimeLimit, held: Ownership) -> None:
+    def __init__(self, setup: RunSetup, built: Built, limit: TimeLimit, held: Ownership, requests: Requests) -> None:
         self._setup = setup
-        self._time_limit = time_limit
-        self._held = held
+        self._time_limit, self._held, self._requests = limit, held, requests
         self._saved = setup.checkpoint.state() if setup.checkpoint else {}
         self._end_report = EndReport(setup)
         say, kept, active = setup.console.line, self._saved.get("trackers", {}), setup.mesh.rank == 0
@@ -195,17 +196,12 @@ class _Training:
         self._run = self._make_run(built)
         self._trainer = self._make_trainer(built)
 
-    def run(self, heeded: ExitStack) -> ExitCode:
-        """Train, and say how it ended.
-
-        Args:
-            heeded: signals are heeded until it is closed.
-        """
+    def run(self) -> ExitCode:
+        """Train, and say how it ended."""
         setup, run, trainer = self._setup, self._run, self._trainer
         directory, console = setup.directory, setup.console
         outcome: str = "failed"
         why: dict[str, Any] = {}
-        heeded.enter_context(stop_on_signals(run.requests, console.line))
         try:
             self._watch_data()
             with self._stopping_in_time(), setup.peers.naming_lost_ranks():
@@ -257,7 +253,7 @@ class _Training:
 
     def _make_run(self, built: Built) -> Run:
         setup, mesh = self._setup, self._setup.mesh
-        requests, reports = Requests(), Reports()
+        requests, reports = self._requests, Reports()
         context = RunContext(
             job=setup.job,
             run_dir=setup.directory.path,

@@ -15,6 +15,7 @@ from forge_core.checkpoint.store import CheckpointStore
 from forge_core.cli import main
 from forge_core.run import signals
 from forge_core.run.directory import ENDS
+from forge_core.run.trackers import Trackers
 from forge_core.train.trainer import Trainer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -123,6 +124,26 @@ def test_the_story_of_a_run_that_is_stopped_fails_and_comes_back(run, capsys):
         r"one process; 10 steps; files in .*",
         line,
     )
+
+
+def test_a_start_that_is_told_has_its_end_told_however_early_it_is_stopped(run, tiny, monkeypatch):
+    """Its trackers may take half a minute to begin, and close what they have begun."""
+    build = Trackers.__init__
+
+    def told_to_stop(self, *given, **options):
+        os.kill(os.getpid(), signal.SIGTERM)
+        build(self, *given, **options)
+
+    monkeypatch.setattr(Trackers, "__init__", told_to_stop)
+    unheard = signal.signal(signal.SIGTERM, lambda *_: pytest.fail("nobody heeds it yet"))
+    try:
+        code, events = run()
+    finally:
+        signal.signal(signal.SIGTERM, unheard)
+
+    assert code == 3
+    assert told(events) == [("started", 0), ("saved", 1), ("preempted", 1)]
+    assert not (tiny.path() / "lease.json").exists()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
