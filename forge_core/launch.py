@@ -177,7 +177,7 @@ def _run_ranks(
     if failed is None:
         return _Ended(ExitCode.COMPLETED)
     rank, how = failed
-    if signals.stop is not None and was_told and how in (-signals.stop, INTERRUPTED):
+    if signals.stop is not None and how in (-signals.stop, INTERRUPTED):  # all processes may have been told at once
         return _Ended(ExitCode.LOST_PEER, before_it_listened=True)
     code = _code_of(rank, how, ExitCode(int(outcome.read_text())) if outcome.exists() else None)
     return _Ended(code, killed_by=max(0, -how), failed_to_stop=was_told and code == ExitCode.UNEXPECTED)
