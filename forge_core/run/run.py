@@ -223,8 +223,8 @@ class _Training:
             run.requests.stop = run.requests.stop or outcome  # no more can be asked for
             setup.loader.close()
             trainer.saving.close()
+            directory.write_event(outcome, step=trainer.step, **why)  # trackers may take so long that they are left
             self._trackers.close("stopped" if outcome == "preempted" else outcome)
-            directory.write_event(outcome, step=trainer.step, **why)
 
     def _stopping_in_time(self) -> AbstractContextManager[None]:
         """One rank looks at the clock."""

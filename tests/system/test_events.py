@@ -167,6 +167,18 @@ def test_a_second_ctrl_c_leaves_at_once(run, monkeypatch):
     assert run.store.steps() == []
 
 
+@pytest.mark.parametrize(("at_step", "end"), [(None, ("completed", 10)), (3, ("stopped", 3))])
+def test_who_does_not_wait_for_trackers_to_close_has_the_end_told(run, monkeypatch, at_step, end):
+    """Ctrl-C on a terminal, when all is saved."""
+    monkeypatch.setattr(signals, "is_in_foreground", lambda: True)
+    monkeypatch.setattr(Trackers, "close", lambda *_: os.kill(os.getpid(), signal.SIGINT))
+
+    code, events = run("checkpoint.interval=0", at_step=at_step, happens=lambda: os.kill(os.getpid(), signal.SIGINT))
+
+    assert code == 130
+    assert told(events)[-2:] == [("saved", end[1]), end]
+
+
 def test_a_terminal_that_is_closed_means_nothing_to_a_run_that_was_told_to_ignore_it(run):
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
