@@ -152,6 +152,19 @@ def test_an_average_beside_an_optimizer_that_has_one_is_found_at_validation() ->
     load_job(JOB, ["callbacks=[{name='ema'}]"], catalog=discover(), world_size=1)
 
 
+@pytest.mark.parametrize("outer", ["z_loss", "label_smoothing"])
+@pytest.mark.parametrize("inner", ["dpo", "own"])
+def test_a_penalty_on_targets_is_not_put_around_a_loss_that_is_not_of_targets(outer: str, inner: str) -> None:
+    """It never gave ``dpo`` the answers of a pair, which then was its inner loss of one token of each, in silence."""
+
+    def load(inner: str) -> None:
+        load_job(JOB, ["callbacks=[]", f"loss={{name='{outer}', loss='{inner}'}}"], catalog=discover(), world_size=1)
+
+    with pytest.raises(ForgeError, match=rf"loss\.loss: must be a loss of single targets, .*; {inner} is none"):
+        load(inner)
+    load("z_loss")
+
+
 @pytest.mark.parametrize(
     ("config", "named"),
     [

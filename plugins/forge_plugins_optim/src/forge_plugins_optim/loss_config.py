@@ -48,6 +48,10 @@ class ZLossConfig:
     loss: Annotated[ComponentRef, Slot("loss", default="cross_entropy")]
     """The loss that the penalty is added to."""
 
+    def check(self, job: Job) -> Iterator[tuple[str, str]]:
+        """It is about targets, each of which counts by itself."""
+        return _of_targets(self.loss)
+
 
 @attrs.frozen(kw_only=True)
 class LabelSmoothingConfig:
@@ -57,6 +61,10 @@ class LabelSmoothingConfig:
     """The part of the target's probability that is spread over the whole vocabulary."""
     loss: Annotated[ComponentRef, Slot("loss", default="cross_entropy")]
     """The loss whose targets are smoothed."""
+
+    def check(self, job: Job) -> Iterator[tuple[str, str]]:
+        """It is about targets, each of which counts by itself."""
+        return _of_targets(self.loss)
 
 
 @attrs.frozen(kw_only=True)
@@ -81,3 +89,8 @@ class DPOConfig:
 @attrs.frozen(kw_only=True)
 class OwnLossConfig:
     """``own`` has no keys."""
+
+
+def _of_targets(loss: ComponentRef) -> Iterator[tuple[str, str]]:
+    if isinstance(loss.config, DPOConfig | OwnLossConfig):
+        yield "loss", f"must be a loss of single targets, such as cross_entropy; {loss.name} is none"
