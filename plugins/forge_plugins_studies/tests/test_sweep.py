@@ -134,6 +134,11 @@ def test_a_run_stops_when_its_sweep_is_killed(study):
         (["--sweep", "optimizer.lr=1e-3,-1"], "optimizer.lr=-1: optimizer.lr: must be greater than 0"),
         (["--sweep", "optimizer.beta=1,2"], "did you mean 'betas'?"),
         ([*SWEEP, "--sweep", "optimizer.lr=1"], "optimizer.lr is swept twice; give all its values in one"),
+        ([*SWEEP, "--optimizer.lr=1"], "optimizer.lr=1: optimizer.lr is swept, and each run has a value of its own"),
+        (
+            [*SWEEP, "optimizer.lr=1"],
+            "optimizer.lr is swept, and each run has a value of its own; leave one of the",
+        ),
         ([*SWEEP, "--paralel=2"], "did you mean '--parallel'?"),
         (["--sweep", "run.name=a,b"], "run.name is made for each run of the sweep; set it for all of them"),
         ([*SWEEP, "--parallel", "0"], "0 is not in the range x>=1"),

@@ -8,6 +8,7 @@ from pathlib import Path
 import attrs
 
 from forge_core.config.sections import Job
+from forge_core.errors import ConfigError
 from forge_core.job import load_job
 from forge_core.registry.catalog import Catalog
 from forge_plugins_studies.points import Point, points_of
@@ -50,9 +51,13 @@ def load_study(
         catalog, world_size, options: as ``load_job`` takes them.
 
     Raises:
-        ConfigError: a sweep is none, or one of the jobs is wrong.
+        ConfigError: a sweep is none, one of its keys is among the overrides too, or one of the jobs is wrong.
     """
     points, jobs, name = points_of(sweeps), [], ""
+    swept = {one.partition("=")[0] for one in points[0].overrides}
+    for one in overrides:
+        if (key := one.removeprefix("--").partition("=")[0]) in swept:
+            raise ConfigError(f"{one}: {key} is swept, and each run has a value of its own; leave one of the two out")
     for point in points:
         settings = (*overrides, *point.overrides)
         job = load_job(config, settings, catalog=catalog, world_size=world_size, options=options)
