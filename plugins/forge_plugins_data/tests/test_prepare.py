@@ -344,7 +344,7 @@ def test_other_settings_or_input_do_not_continue_what_was_begun(tmp_path):
     with pytest.raises(ConfigError, match=r"unit_size: \d+ then, 7 now"):
         run(file, tmp_path / "out", unit_size=7)
     write_jsonl(file, texts(299))
-    with pytest.raises(ConfigError, match=r"names_sizes_and_times_of_files"):
+    with pytest.raises(ConfigError, match=r"or input \(a file of the input has another name, size or time\)\."):
         run(file, tmp_path / "out")
     with pytest.raises(ConfigError, match=r"has other things in it; name a new or an empty one"):
         run(file, tmp_path)

@@ -100,6 +100,10 @@ def _listed(endings: Mapping[str, int]) -> str:
     return ", ".join([*common, more] if others else common)
 
 
+_INPUTS = "names_sizes_and_times_of_files"
+"""A hash, of which the two values say nothing to people."""
+
+
 def _settings(
     files: Sequence[SelectedFile],
     tokenizer: Tokenizer | int,
@@ -120,7 +124,7 @@ def _settings(
         "encoding_errors": encoding_errors,
         "unit_size": unit_size,
         "files": len(files),
-        "names_sizes_and_times_of_files": inputs.hexdigest(),
+        _INPUTS: inputs.hexdigest(),
         **({"binary": True} if binary else {}),  # earlier versions did not know it, and what they began is continued
     }
 
@@ -139,7 +143,12 @@ def _require_same_settings(output: Path, settings: dict[str, Any]) -> None:
         raise ConfigError(f"{file} is damaged ({error}); remove {output} and prepare the data again") from error
     differing = sorted(key for key in before.keys() | settings.keys() if before.get(key) != settings.get(key))
     if differing:
-        changes = "; ".join(f"{key}: {before.get(key)} then, {settings.get(key)} now" for key in differing)
+        changes = "; ".join(
+            "a file of the input has another name, size or time"
+            if key == _INPUTS
+            else f"{key}: {before.get(key)} then, {settings.get(key)} now"
+            for key in differing
+        )
         raise ConfigError(
             f"{output} was begun with other settings or input ({changes}). Use the same ones to continue, another "
             "folder, or remove this one."
