@@ -615,3 +615,10 @@ def test_keys_that_cannot_be_are_refused(keys, words, tmp_path, open_source):
     with pytest.raises(ConfigError) as caught:
         open_source(path=str(tmp_path), **keys)
     assert words in str(caught.value)
+
+
+def test_an_empty_placeholder_is_one_problem(tmp_path, open_source):
+    with pytest.raises(ConfigError, match="must not be empty") as refused:
+        open_source(path=str(tmp_path), placeholder="")
+
+    assert "prompt_template" not in str(refused.value)

@@ -54,7 +54,7 @@ def _template(config: ImageTextConfig, _: attrs.Attribute[Any], value: str) -> N
         raise ValueError(
             f'must have one "{{prompt}}" and end with its one "{{answer}}", as {PLAIN!r} has; it is {value!r}'
         )
-    if config.placeholder in value:
+    if config.placeholder and config.placeholder in value:
         raise ValueError(
             f"has the placeholder {config.placeholder!r}, which stands for images of the prompt; remove it"
         )
