@@ -284,10 +284,7 @@ def restore_tensors(
         tensors = {key: tensor for key, tensor in own.items() if key in there}
         run_on_all_ranks(lambda: checkpoint.refuse_misfits(tensors))
         checkpoint.load(tensors)
-    for keys, what in (
-        (here - there, f"does not have, which {others}"),
-        (there - here, "has alone; they are dropped"),
-    ):
+    for keys, what in ((here - there, f"does not have, which {others}"), (there - here, "has alone; they are dropped")):
         if keys:
             names = ", ".join(sorted(keys)[:3]) + and_more(len(keys), 3)
             report(f"tensors of callbacks that the checkpoint {what}: {names}")
