@@ -283,14 +283,19 @@ def _receive(connection: socket.socket) -> tuple[Any, list[int]]:
 def _import_everything() -> None:
     import forge_core.commands.run
     import forge_core.run.run  # noqa: F401
+    from forge_core.distributed.observers import installed_observers
     from forge_core.registry.discovery import discover
+    from forge_plugins_monitor.schema import job_schema
 
-    for plugin in discover().plugins:
+    catalog = discover()
+    for plugin in catalog.plugins:
         for _, component in plugin.components:
             for reference in filter(None, (component.factory, component.config)):
                 module = reference.partition(":")[0]
                 if not module.startswith(_DEAR):
                     importlib.import_module(module)
+    job_schema(catalog)  # resolves the types of keys
+    installed_observers(catalog)  # reads the signatures of those
 
 
 _DEAR = (
