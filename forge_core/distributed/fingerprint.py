@@ -6,8 +6,8 @@ import hashlib
 import json
 import platform
 from collections.abc import Iterator, Mapping, Sequence
-from importlib.metadata import version
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -59,7 +59,7 @@ def fingerprint(job: Job, catalog: Catalog) -> dict[str, str]:
     beside = [*observers, *([supervisor] if supervisor else [])]
     providers = {use.provider for use in (*beside, *(one for _, one in components(job)))}
     versions = {one.distribution: one.version for one in catalog.plugins if one.distribution in providers}
-    versions |= {"forge-core": __version__, "torch": str(torch.__version__), "numpy": version("numpy")}
+    versions |= {"forge-core": __version__, "torch": str(torch.__version__), "numpy": np.__version__}
     versions["Python"] = ".".join(platform.python_version_tuple()[:2])
     return facts | {f"version of {name}": number for name, number in versions.items()}
 

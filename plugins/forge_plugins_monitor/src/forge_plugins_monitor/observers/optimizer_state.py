@@ -81,7 +81,8 @@ class OptimizerState(Observer):
                     continue
                 if not isinstance(value, DTensor):
                     plain[key] = value
-                if isinstance(value, DTensor) or isinstance(run.optimizer, StateLayout):
+                says_how = isinstance(run.optimizer, StateLayout)
+                if says_how or (isinstance(value, DTensor) and _layout(value) != _layout(parameter.data)):
                     empty = empty_slot(run.optimizer, parameter, slot, value.shape, value.dtype)
                     problems += _laid_out_otherwise(key, value, empty)
         sums = bit_sums(plain) if run.world_size > 1 else {}
