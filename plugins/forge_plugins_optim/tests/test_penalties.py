@@ -147,6 +147,44 @@ def test_a_loss_around_one_without_a_perplexity_has_none_either(outer) -> None:
     assert not OUTER[outer](error).has_perplexity
 
 
+class Tempered:
+    """Somebody's loss, of logits times an entry; without it they are as they are, as are log-partitions at hand."""
+
+    takes_weights = True
+    takes_entries = ("scales",)
+    with_z_loss = CrossEntropy.with_z_loss
+
+    def __call__(self, hidden, head, targets, weights=None, *, scales=None):
+        return CrossEntropy()(hidden if scales is None else hidden * scales.unsqueeze(-1), head, targets, weights)
+
+
+@each_outer
+@pytest.mark.parametrize("weights", [None, weights_of_targets()], ids=["plain", "weighted"])
+def test_entries_reach_the_loss_inside(weights, outer) -> None:
+    """They were not declared, so that it was called without them, in silence."""
+    hidden, head, targets = batch(bias=False)
+    scales = torch.rand(B, S, generator=torch.Generator().manual_seed(6)).add(0.5)
+    bare, around = Tempered(), OUTER[outer](Tempered())
+    _, added, (wanted, *_) = expected(outer, hidden, head, targets, weights)
+    task, _, (of_task, *_) = expected("nothing", hidden * scales.unsqueeze(-1), head, targets, weights)
+    _, _, (untempered, *_) = expected("nothing", hidden, head, targets, weights)
+    LEDGER.start_step(torch.ones(()))
+
+    taken = {"scales": scales}
+    total = around(hidden, head, targets, weights, **taken).total
+    (gradient,) = torch.autograd.grad(total, hidden)
+
+    assert around.takes_entries == bare.takes_entries
+    torch.testing.assert_close(total.double(), task, rtol=1e-5, atol=0)
+    wanted = wanted - untempered + of_task * scales.double().unsqueeze(-1)
+    torch.testing.assert_close(gradient.double(), wanted, rtol=1e-4, atol=1e-5)
+    assert {name: value.item() for name, value in LEDGER.means().items()} == pytest.approx(added, rel=1e-4)
+    with torch.no_grad():
+        found = around(hidden, head, targets, **taken).total
+        assert torch.equal(found, bare(hidden, head, targets, **taken).total)
+        assert torch.equal(around(hidden, head, targets).total, bare(hidden, head, targets).total)
+
+
 @each_inner
 @each_outer
 def test_nothing_to_learn_is_a_finite_zero_with_a_gradient(inner, outer) -> None:

@@ -7,6 +7,7 @@ Shapes: T tokens, D model width, V vocabulary, or this rank's part of it.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,24 +38,31 @@ class LabelSmoothing:
     """
 
     def __init__(self, loss: Loss, smoothing: float) -> None:
-        self._loss = loss
+        self._loss: Any = loss  # which takes entries, if it says so
         self._smoothing = smoothing
         self.takes_weights = getattr(loss, "takes_weights", False)
+        self.takes_entries = getattr(loss, "takes_entries", ())
         self.has_perplexity = getattr(loss, "has_perplexity", True)
 
     def __call__(
-        self, hidden: torch.Tensor, head: nn.Module, targets: torch.Tensor, weights: torch.Tensor | None = None
+        self,
+        hidden: torch.Tensor,
+        head: nn.Module,
+        targets: torch.Tensor,
+        weights: torch.Tensor | None = None,
+        **taken: torch.Tensor,
     ) -> LossSum:
         """The contract's. With a head that does more than multiply and add, it is applied once more, to all tokens."""
+        loss = partial(self._loss, **taken)
         if not torch.is_grad_enabled():
-            return apply_loss(self._loss, hidden, head, targets, weights)
+            return apply_loss(loss, hidden, head, targets, weights)
         part = part_of_head(hidden, head)
         if part is None:
-            summed = apply_loss(self._loss, hidden, head, targets, weights)
+            summed = apply_loss(loss, hidden, head, targets, weights)
             differences_T = _of_whole(hidden, head, targets)
         else:
             known: Any = KnownPart(head, part)
-            summed = apply_loss(self._loss, hidden, known, targets, weights)
+            summed = apply_loss(loss, hidden, known, targets, weights)
             differences_T = _of_part(part, targets)
         # a rounding error may not reach what is ignored
         differences_T = differences_T.masked_fill(targets.flatten() == IGNORED, 0)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Protocol, runtime_checkable
+from functools import partial
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -45,21 +46,29 @@ class ZLoss:
     """
 
     def __init__(self, loss: Loss, coefficient: float) -> None:
-        self._loss = loss
+        self._loss: Any = loss  # which takes entries, if it says so
         self._coefficient = coefficient
         self.takes_weights = getattr(loss, "takes_weights", False)
+        self.takes_entries = getattr(loss, "takes_entries", ())
         self.has_perplexity = getattr(loss, "has_perplexity", True)
 
     def __call__(
-        self, hidden: torch.Tensor, head: nn.Module, targets: torch.Tensor, weights: torch.Tensor | None = None
+        self,
+        hidden: torch.Tensor,
+        head: nn.Module,
+        targets: torch.Tensor,
+        weights: torch.Tensor | None = None,
+        **taken: torch.Tensor,
     ) -> LossSum:
-        """The contract's. Around a loss that is no ``ZLossInside``, the head is applied once more, to all tokens."""
+        """The contract's. Around a loss that takes entries or is no ``ZLossInside``, the head is applied once more, to
+        all tokens."""
+        loss = partial(self._loss, **taken)
         if not torch.is_grad_enabled():
-            return apply_loss(self._loss, hidden, head, targets, weights)
-        if isinstance(self._loss, ZLossInside):
+            return apply_loss(loss, hidden, head, targets, weights)
+        if isinstance(self._loss, ZLossInside) and not taken:
             summed, penalty = self._loss.with_z_loss(hidden, head, targets, self._coefficient, weights)
         else:
-            summed = apply_loss(self._loss, hidden, head, targets, weights)
+            summed = apply_loss(loss, hidden, head, targets, weights)
             partitions = head(hidden).float().logsumexp(-1).masked_fill(targets == IGNORED, 0)
             penalty = self._coefficient * weighted(partitions.square().flatten(), weights).sum()
         total = attach_auxiliary_loss(summed.total, penalty, "z_loss", place="head", follow=True)
