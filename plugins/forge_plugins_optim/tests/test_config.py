@@ -162,7 +162,20 @@ def test_a_penalty_on_targets_is_not_put_around_a_loss_that_is_not_of_targets(ou
 
     with pytest.raises(ForgeError, match=rf"loss\.loss: must be a loss of single targets, .*; {inner} is none"):
         load(inner)
-    load("z_loss")
+    load("cross_entropy")
+
+
+@pytest.mark.parametrize(("outer", "other"), [("z_loss", "label_smoothing"), ("label_smoothing", "z_loss")])
+def test_a_penalty_on_targets_is_not_put_around_itself(outer: str, other: str) -> None:
+    """Both are linear in their factor; one line of the log had the sum of two."""
+
+    def load(inner: str) -> None:
+        load_job(JOB, ["callbacks=[]", f"loss={{name='{outer}', loss={inner}}}"], catalog=discover(), world_size=1)
+
+    for inner in (f"'{outer}'", f"{{name='{other}', loss='{outer}'}}"):
+        with pytest.raises(ForgeError, match=rf"loss\.loss: has {outer} in it, which {outer} cannot stand around"):
+            load(inner)
+    load(f"'{other}'")
 
 
 @pytest.mark.parametrize(

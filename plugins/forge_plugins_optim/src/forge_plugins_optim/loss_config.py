@@ -49,8 +49,8 @@ class ZLossConfig:
     """The loss that the penalty is added to."""
 
     def check(self, job: Job) -> Iterator[tuple[str, str]]:
-        """It is about targets, each of which counts by itself."""
-        return _of_targets(self.loss)
+        """It is about targets, each of which counts by itself, and once."""
+        return _of_targets(self)
 
 
 @attrs.frozen(kw_only=True)
@@ -63,8 +63,8 @@ class LabelSmoothingConfig:
     """The loss whose targets are smoothed."""
 
     def check(self, job: Job) -> Iterator[tuple[str, str]]:
-        """It is about targets, each of which counts by itself."""
-        return _of_targets(self.loss)
+        """It is about targets, each of which counts by itself, and once."""
+        return _of_targets(self)
 
 
 @attrs.frozen(kw_only=True)
@@ -91,6 +91,11 @@ class OwnLossConfig:
     """``own`` has no keys."""
 
 
-def _of_targets(loss: ComponentRef) -> Iterator[tuple[str, str]]:
-    if isinstance(loss.config, DPOConfig | OwnLossConfig):
-        yield "loss", f"must be a loss of single targets, such as cross_entropy; {loss.name} is none"
+def _of_targets(config: ZLossConfig | LabelSmoothingConfig) -> Iterator[tuple[str, str]]:
+    inside: ComponentRef | None = config.loss
+    if isinstance(config.loss.config, DPOConfig | OwnLossConfig):
+        yield "loss", f"must be a loss of single targets, such as cross_entropy; {config.loss.name} is none"
+    while inside is not None and not isinstance(inside.config, type(config)):
+        inside = getattr(inside.config, "loss", None)
+    if inside is not None:
+        yield "loss", f"has {inside.name} in it, which {inside.name} cannot stand around; keep one of them"
