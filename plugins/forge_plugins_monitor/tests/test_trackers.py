@@ -15,8 +15,11 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from wandb.proto import wandb_internal_pb2
 
 from forge_core.cli import main
-from forge_core.errors import ConfigError
+from forge_core.errors import ConfigError, ForgeError
+from forge_core.job import load_job
+from forge_core.registry.discovery import discover
 from forge_testing.tracker import TrackerConformance
+from parity_matrix import launch
 
 JOB = {"run": {"name": "first"}, "optimizer": {"name": "adamw", "betas": [0.9, 0.95]}}
 
@@ -251,3 +254,16 @@ def test_a_folder_outside_of_the_run_is_refused(tmp_path, capsys, folder) -> Non
 
     assert main(["validate", str(job)]) == 2
     assert "trackers[0].dir: must be a folder within the run's directory" in capsys.readouterr().err
+
+
+def test_two_event_writers_of_one_folder_are_found_at_validation_and_named() -> None:
+    """TensorBoard draws the two as one curve."""
+
+    def load(*folders: str) -> None:
+        trackers = ", ".join(f"{{name='tensorboard', dir='{folder}'}}" for folder in folders)
+        load_job(launch.JOB, ["callbacks=[]", f"trackers=[{trackers}]"], catalog=discover(), world_size=1)
+
+    load("a", "b", "a/b")
+    with pytest.raises(ForgeError, match=r"trackers\[2\]\.dir: trackers\[1\] writes into './b' as well") as found:
+        load("a", "b", "./b")
+    assert str(found.value).count("writes into") == 1

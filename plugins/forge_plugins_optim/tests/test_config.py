@@ -152,6 +152,14 @@ def test_an_average_beside_an_optimizer_that_has_one_is_found_at_validation() ->
     load_job(JOB, ["callbacks=[{name='ema'}]"], catalog=discover(), world_size=1)
 
 
+def test_two_averages_are_found_at_validation_and_named() -> None:
+    both = ["callbacks=[{name='smoothed'}, {name='ema'}, {name='ema', decay=0.9}]"]
+
+    with pytest.raises(ForgeError, match=r"callbacks\[2\]\.name: callbacks\[1\] has an average") as found:
+        load_job(JOB, both, catalog=discover(), world_size=1)
+    assert str(found.value).count("average") == 1
+
+
 @pytest.mark.parametrize("outer", ["z_loss", "label_smoothing"])
 @pytest.mark.parametrize("inner", ["dpo", "own"])
 def test_a_penalty_on_targets_is_not_put_around_a_loss_that_is_not_of_targets(outer: str, inner: str) -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import PurePath
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import attrs
 from attrs.validators import min_len, optional
+
+if TYPE_CHECKING:
+    from forge_core.config.sections import Job
 
 
 def _inside_the_run(_: object, __: attrs.Attribute[Any], value: str) -> None:
@@ -21,6 +25,15 @@ class TensorBoardConfig:
 
     dir: str = attrs.field(default="tensorboard", validator=_inside_the_run)
     """Folder of the event files, within the run's directory."""
+
+    def check(self, job: Job) -> Iterator[tuple[str, str]]:
+        """Two with one folder, of which TensorBoard makes one curve."""
+        for index, one in enumerate(job.trackers):
+            if one.config is self:
+                return
+            if isinstance(one.config, TensorBoardConfig) and PurePath(one.config.dir) == PurePath(self.dir):
+                yield "dir", f"trackers[{index}] writes into {self.dir!r} as well; set another folder, or leave out one"
+                return
 
 
 @attrs.frozen(kw_only=True)

@@ -384,6 +384,9 @@ class EMAConfig:
         """Two averages of the same weights."""
         if isinstance(job.optimizer.config, ScheduleFreeAdamWConfig):
             yield "name", f"{job.optimizer.name} has an average to evaluate itself; leave out one of the two"
+        first, *others = (index for index, one in enumerate(job.callbacks) if isinstance(one.config, EMAConfig))
+        if any(job.callbacks[index].config is self for index in others):
+            yield "name", f"callbacks[{first}] has an average to evaluate itself; leave out one of the two"
 
 
 MUON_ALONE = (
