@@ -33,19 +33,21 @@ class TestCurveExtrapolation(CallbackConformance):
 class Curve:
     """Steps that are logged every ten, one step late, as a run does."""
 
-    def __init__(self, callback, loss, pp=1):
+    def __init__(self, callback, loss, pp=1, last=LAST, every=10):
         self.callback, self.loss = callback, loss
-        self.reported = {}
+        self.reported, self.said = {}, []
         mesh = OneRank()
         mesh.degrees = {"pp": pp}
         self.run = SimpleNamespace(
             rank=0,
             mesh=mesh,
             device=torch.device("cpu"),
-            total_steps=LAST,
-            job=SimpleNamespace(metrics=SimpleNamespace(interval=10)),
+            total_steps=last,
+            job=SimpleNamespace(metrics=SimpleNamespace(interval=every)),
             report=self._report,
+            log=self.said.append,
         )
+        callback.run_start(self.run)
 
     def _report(self, values):
         ((name, value),) = values.items()
@@ -53,9 +55,10 @@ class Curve:
         self.reported[self.step] = value.item()
 
     def go(self, first, last):
-        for self.step in range(first, last + 1, 10):
+        every = self.run.job.metrics.interval
+        for self.step in range(first, last + 1, every):
             if self.step > first:
-                self.callback.step_logged(self.run, self.step - 10, {"loss": self.loss(self.step - 10)})
+                self.callback.step_logged(self.run, self.step - every, {"loss": self.loss(self.step - every)})
             context = StepContext(self.step, 0, {}, logged=True)
             self.callback.step_end(self.run, context)
         self.callback.step_logged(self.run, last, {"loss": self.loss(last)})
@@ -84,6 +87,24 @@ def test_nothing_is_reported_before_there_are_enough_stretches_and_then_at_the_i
     first = min(curve.reported)
     assert 200 * 1.1 ** (LEAST_STRETCHES - 2) < first < 200 * 1.1 ** (LEAST_STRETCHES + 2)
     assert [*curve.reported] == [*range(first, 3_001, 200)]
+
+
+@pytest.mark.parametrize(("skip", "every"), [(100, 10), (500, 50), (30, 20), (0, 1)])
+def test_a_run_too_short_for_a_prediction_says_so_at_its_start(skip, every):
+    """It went on without a word."""
+
+    def curve(last):
+        return Curve(extrapolation(skip=skip), planted, last=last, every=every)
+
+    long = next(one for last in range(every, LAST, every) if not (one := curve(last)).said)
+    enough = long.run.total_steps
+    short = curve(enough - every)
+
+    assert [*long.go(every, enough).reported] == [enough]
+    assert short.go(every, enough - every).reported == {}
+    (said,) = short.said
+    assert f"after skip = {skip} make up 19 stretches of 10% each, of 20" in said
+    assert f"lower skip, or metrics.interval = {every}" in said
 
 
 def test_a_curve_that_rises_has_no_prediction():

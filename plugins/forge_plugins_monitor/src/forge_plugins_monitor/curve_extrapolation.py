@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from itertools import chain
 from typing import Any
 
 import attrs
@@ -32,11 +33,22 @@ class CurveExtrapolation(Callback):
         self._config = config
         self._stretches: dict[int, Stretch] = {}
 
+    def run_start(self, run: RunContext) -> None:
+        if run.rank != 0:
+            return
+        every, skip = run.job.metrics.interval, self._config.skip
+        logged = chain((1,), range(every, run.total_steps, every))  # the last one comes after the last prediction
+        if (found := len({_stretch_of(step) for step in logged if step > skip})) < LEAST_STRETCHES:
+            run.log(
+                f"curve_extrapolation: predicts nothing in this run, whose logged steps after skip = {skip} make up "
+                f"{found} stretches of {_GROWTH - 1:.0%} each, of {LEAST_STRETCHES} that it takes; lower skip, or "
+                f"metrics.interval = {every}"
+            )
+
     def step_logged(self, run: RunContext, step: int, metrics: Mapping[str, float]) -> None:
         loss = metrics["loss"]
         if step > self._config.skip and math.isfinite(loss) and loss > 0:
-            number = math.floor(math.log(step) / math.log(_GROWTH))
-            self._stretches.setdefault(number, Stretch()).add(step, loss)
+            self._stretches.setdefault(_stretch_of(step), Stretch()).add(step, loss)
 
     def step_end(self, run: RunContext, context: StepContext) -> None:
         if not context.logged or run.rank != 0:  # the first rank alone is told of logged losses, and writes the line
@@ -79,6 +91,10 @@ class Stretch:
         self.count += 1
         self.steps += step
         self.losses += loss
+
+
+def _stretch_of(step: int) -> int:
+    return math.floor(math.log(step) / math.log(_GROWTH))
 
 
 def _on_device(value: float, run: RunContext) -> torch.Tensor:
