@@ -10,6 +10,7 @@ import pytest
 
 from forge_core.errors import ConfigError
 from forge_plugins_data.config import RecordsConfig, TextFilesConfig
+from forge_plugins_data.documents import read_records
 from forge_plugins_data.records import open_jsonl, open_parquet
 from forge_plugins_data.text_files import open_text_files
 
@@ -127,6 +128,25 @@ def test_a_column_that_is_not_there_or_no_text_is_refused_with_those_there_are(t
     (tmp_path / "a.parquet").write_bytes((tmp_path / "a.parquet").read_bytes()[:-9])
     with pytest.raises(ConfigError, match=r"a\.parquet is damaged or not a Parquet file"):
         open_records("parquet", tmp_path)
+
+
+@pytest.mark.parametrize(("kind", "other"), [("jsonl", "parquet"), ("parquet", "jsonl")])
+def test_a_file_of_the_other_source_is_sent_there(tmp_path, open_records, kind, other):
+    """JSON Lines advised encoding_errors, and with it read half of the rows as no JSON."""
+    write(other, tmp_path / f"a.{other}")
+
+    with pytest.raises(ConfigError, match=rf"a\.{other} is .*: the data source '{other}' reads it"):
+        open_records(kind, tmp_path / f"a.{other}", encoding_errors="skip")
+    (tmp_path / f"a.{other}").rename(tmp_path / f"a.{kind}")
+    assert len(open_records(other, tmp_path / f"a.{kind}"))  # the name decides nothing
+
+
+def test_parquet_among_conversations_is_named(tmp_path):
+    """It was said to be not UTF-8, to be converted to that."""
+    write("parquet", tmp_path / "a.jsonl")
+
+    with pytest.raises(ConfigError, match=r"a\.jsonl is a Parquet file, not JSON Lines; convert it"):
+        [*read_records(tmp_path / "a.jsonl")]
 
 
 def test_files_of_other_kinds_are_told_of(tmp_path, open_records):

@@ -88,8 +88,13 @@ def units_of(file: Path, kind: Literal["jsonl", "parquet"], field: str) -> list[
     """A file that is read as ``kind`` at one go, by any name.
 
     Raises:
-        ConfigError: a Parquet file is damaged or has no column ``field``.
+        ConfigError: it is of the other kind; a Parquet file is damaged or has no column ``field``.
     """
+    is_parquet = _is_parquet(file)
+    if kind == "jsonl" and is_parquet:
+        raise ConfigError(f"{file} is a Parquet file, not JSON Lines: the data source 'parquet' reads it")
+    if kind == "parquet" and not is_parquet and _kind(file) == "jsonl":
+        raise ConfigError(f"{file} is JSON Lines, not a Parquet file: the data source 'jsonl' reads it")
     return [Unit("jsonl", (str(file),))] if kind == "jsonl" else _row_groups(file, 2**62, field)
 
 
@@ -116,8 +121,10 @@ def read_records(file: Path) -> Iterator[tuple[dict[str, Any], object]]:
     """The objects of a JSON Lines file, and of each, for messages, where it is.
 
     Raises:
-        ConfigError: a line is not JSON, not UTF-8 or no object.
+        ConfigError: it is a Parquet file; a line is not JSON, not UTF-8 or no object.
     """
+    if _is_parquet(file):
+        raise ConfigError(f"{file} is a Parquet file, not JSON Lines; convert it")
     for line, where in _lines(Unit("jsonl", (str(file),))):
         try:
             record = _parsed(line, where)
@@ -133,6 +140,11 @@ def _kind(file: Path) -> Literal["text", "jsonl", "parquet"]:
     if ending in PARQUET:
         return "parquet"
     return "jsonl" if ending in JSON_LINES else "text"
+
+
+def _is_parquet(file: Path) -> bool:
+    with open_unpacked(file) as handle:
+        return handle.read(4) == b"PAR1"
 
 
 def _line_ranges(file: Path, unit_size: int) -> list[Unit]:
