@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from small_vlm import entries, images
 
 from forge_core.config.toml_file import read_document
 from forge_core.errors import ConfigError
-from forge_core.job import load_job
+from forge_core.job import load_job, notes
 from forge_core.registry.discovery import discover
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "vlm"
@@ -160,6 +161,14 @@ def refused():
             "model.connector: a token of resampler stands for all of a tile, and data.processor gives padded ones",
         ),
         (
+            "joint_decoder",
+            [
+                "model.encoder.any_size=true",
+                'data.processor={name="naflex", size=32, patch=4, max_patches=16}',
+            ],
+            "patches of 8 pixels, which are part picture, part padding with data.processor.patch = 4; set that to 8",
+        ),
+        (
             "cross_attention",
             ['data.processor={name="naflex", size=32, patch=8, max_patches=16}'],
             "cross_attention sees whole tiles, and data.processor gives padded ones",
@@ -215,6 +224,21 @@ def test_a_folder_of_an_encoder_that_is_not_there_is_told_once(refused):
 
     assert "model.encoder.path: nowhere/config.json is not there" in said
     assert said.count("is not there") == 1
+
+
+@pytest.mark.parametrize("resample", ["bilinear", "bicubic"])
+def test_another_filter_than_that_of_the_weights_is_told(resample, tmp_path):
+    """It was read of the folder, and compared with nothing."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "patch_size": 8, "image_size": 32}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "siglip", "intermediate_size": 48, **sizes}))
+    (tmp_path / "preprocessor_config.json").write_text('{"resample": 2}')
+    overrides = [f'model.encoder={{name="siglip", path="{tmp_path}"}}', f"data.processor.resample={resample}"]
+
+    job = load_job(CONFIGS / "joint_decoder.toml", [*overrides, "evaluations=[]"], catalog=discover(), world_size=1)
+
+    said = [line for line in notes(job, discover()) if line.startswith("model.encoder.path: ")]
+    assert len(said) == (resample == "bicubic")
+    assert all("resized by 'bilinear', and data.processor.resample is 'bicubic'" in line for line in said)
 
 
 def test_a_layout_that_a_fusion_does_not_support_is_refused_with_the_reason(refused):

@@ -81,7 +81,7 @@ class VisionLanguageConfig(TransformerConfig):
             elif heads % tp:
                 sentence = f"the {heads} heads of {self.encoder.name} cannot be shared out over parallel.tp = {tp}"
                 yield "cut_encoder", f"{sentence}; set cut_encoder = false, or another parallel.tp"
-        together = [[*sources] for sources in _sources_of_batches(job)]
+        together = [[*sources] for sources in sources_of_batches(job)]
         for place, source in (one for sources in together for one in sources):
             yield from self._check_source(place, source)
         yield from self._check_sizes(together)
@@ -98,7 +98,8 @@ class VisionLanguageConfig(TransformerConfig):
         """
         height, width = source.processor.config.tile_size
         try:
-            grid = self.connector.config.grid(self.encoder.config.grid(height, width))
+            features = self.encoder.config.grid(height, width)
+            grid = self.connector.config.grid(features)
         except ValueError as error:
             yield "encoder", f"{place}.processor gives tiles of {height} × {width} pixels: {error}"
             return
@@ -114,16 +115,30 @@ class VisionLanguageConfig(TransformerConfig):
             yield "fusion", f"{sentence}; set {place}.one_token_an_image = false"
         if source.processor.config.has_newlines and places and not self.newline:
             yield "newline", f"{place}.processor ends the rows of an image with a learned token; set newline = true"
-        if source.processor.config.pads and getattr(self.fusion.config, "mrope_sections", None) is not None:
+        if source.processor.config.pads:
+            yield from self._check_padded(place, source, height // features[0])
+
+    def _check_padded(self, place: str, source: Any, patch: int) -> Iterator[tuple[str, str]]:
+        """What does not fit in a source of padded tiles.
+
+        Args:
+            patch: height of what a feature of the encoder is of, in pixels.
+        """
+        if getattr(self.fusion.config, "mrope_sections", None) is not None:
             sentence = f"counts rows and columns of whole tiles, and {place}.processor gives padded ones"
             yield "fusion.mrope_sections", f"{sentence}; use another processor, or remove it"
-        if source.processor.config.pads and not places:
+        if not self.fusion.config.places_tokens:
             sentence = f"{self.fusion.name} sees whole tiles, and {place}.processor gives padded ones"
             yield "fusion", f"{sentence}; use another processor, or a fusion that places the tokens of images"
-        if source.processor.config.pads and not self.encoder.config.takes_padding:
+        if not self.encoder.config.takes_padding:
             sentence = f"{self.encoder.name} cannot leave out the padding of tiles, which {place}.processor gives"
             yield "encoder", f"{sentence}; siglip2_naflex can"
-        if source.processor.config.pads and not self.connector.config.takes_padding:
+        elif getattr(source.processor.config, "patch", patch) % patch:
+            sentence = (
+                f"has patches of {patch} pixels, which are part picture, part padding with {place}.processor.patch"
+            )
+            yield "encoder", f"{sentence} = {source.processor.config.patch}; set that to {patch}"
+        if not self.connector.config.takes_padding:
             sentence = f"a token of {self.connector.name} stands for all of a tile, and {place}.processor gives padded"
             yield "connector", f"{sentence} ones; use another processor, or another connector, such as mlp"
 
@@ -156,7 +171,7 @@ class VisionLanguageConfig(TransformerConfig):
                 yield "encoded_sizes", f"{sentence}; {f'set it to [{said}]' if needed else 'remove it'}"
 
 
-def _sources_of_batches(job: Job) -> Iterator[Iterator[tuple[str, Any]]]:
+def sources_of_batches(job: Job) -> Iterator[Iterator[tuple[str, Any]]]:
     """The configs of sources of images, as ``image_sources`` has them, together where batches may have several: those
     that are trained on, and the ones that are measured."""
     yield image_sources(job.data.config, "data")

@@ -11,6 +11,7 @@ import attrs
 from attrs.validators import le
 
 from forge_core.errors import ConfigError
+from forge_plugins_vlm.config import sources_of_batches
 from forge_plugins_vlm.contracts.vision_encoder import Grid, VisionEncoderConfig
 from forge_plugins_vlm.encoders.architectures import (
     Architecture,
@@ -134,6 +135,18 @@ class TransformersConfig(VisionEncoderConfig):
     def n_prefix(self) -> int:
         """Hidden states before those of patches."""
         return 0
+
+    def notes(self, job: Job) -> Iterator[tuple[str, str]]:
+        """A source resizes pictures by another filter than the weights were trained with."""
+        wanted = self.normalisation.resample
+        for place, source in (one for sources in sources_of_batches(job) for one in sources):
+            found = getattr(source.processor.config, "resample", wanted)
+            if self.folder is not None and found != wanted:
+                sentence = f"its pictures are resized by {wanted!r}, and {place}.processor.resample is {found!r}"
+                yield (
+                    "path",
+                    f"{sentence}, by which features are a little different",
+                )
 
     def check(self, job: Job) -> Iterator[tuple[str, str]]:
         """What is wrong with the folder, or with ``feature_layer``."""
