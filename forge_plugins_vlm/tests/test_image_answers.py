@@ -10,12 +10,13 @@ import pytest
 import torch
 from PIL import Image
 
+from forge_plugins_inference.generate_in_layout import generate_in_layout
 from forge_plugins_vlm.evaluation.config import ImageAnswersConfig
 from forge_plugins_vlm.evaluation.image_answers import ImageAnswers
 from forge_plugins_vlm.evaluation.questions import Questions
 
-RED, LAST = 4, 20
-"""Ids of the words ``red`` and ``system``, the last one of the tokenizer."""
+RED, TURN_ENDS, LAST = 4, 15, 20
+"""Ids of the words ``red``, ``?`` and ``system``, the last one of the tokenizer."""
 
 
 class Longing:
@@ -55,6 +56,48 @@ def evaluation(open_source, picture, tmp_path):
 @pytest.mark.parametrize("lacking", [0, 1])
 def test_no_answer_has_the_token_of_an_image_whether_the_head_has_it_or_not(evaluation, lacking):
     assert evaluation.run(Longing(LAST + 1 - lacking)) == {"exact_match": 1.0}
+
+
+TEMPLATE = "{% for m in messages %}<{{ 'bot' if m.role == 'assistant' else 'user' }}> {{ m.content }} ? {% endfor %}"
+"""Whose turns end with a text, and no end of document."""
+
+
+class Chatting(Longing):
+    """Says ``red``, the end of a turn, and ``red`` again."""
+
+    def predict(self, batch):
+        says = torch.where(batch["tokens"] == RED, TURN_ENDS, RED)
+        return torch.nn.functional.one_hot(says, LAST + 1).float()
+
+
+@pytest.fixture
+def chats(open_source, picture, tmp_path, tokenizer_path):
+    """A source of one question by a chat template."""
+    (tmp_path / "chat.jinja").write_text(TEMPLATE + "{% if add_generation_prompt %}<bot> {% endif %}", encoding="utf-8")
+    (tmp_path / "captions.json").write_text(json.dumps([{"image": picture("a.png"), "caption": "red"}]))
+    tokenizer = {"name": "tokenizer_file", "path": str(tokenizer_path), "chat_template": str(tmp_path / "chat.jinja")}
+    return open_source(path=str(tmp_path / "captions.json"), format="captions", tokenizer=tokenizer, chat_template=True)
+
+
+def test_an_answer_of_a_chat_ends_with_its_turn(chats):
+    """It ended at an end of document alone, which turns need not have: each answer went on, and none was right."""
+    config = ImageAnswersConfig(max_new_tokens=5, measures=("exact_match", "vqa_accuracy"))
+    evaluation = ImageAnswers(config, open_data=lambda *_: chats, tokenizer=chats.tokenizer, seq_len=16)
+
+    assert evaluation.run(Chatting(LAST + 1)) == {"exact_match": 1.0, "vqa_accuracy": pytest.approx(1.0)}
+
+
+def test_generation_of_a_chat_stops_at_the_end_of_a_turn(chats):
+    asked = []
+    context = Chatting(LAST + 1)
+    predict, context.predict = context.predict, lambda batch: asked.append(1) or predict(batch)
+    found = generate_in_layout(
+        context, [[18, 2]], max_new_tokens=5, has_ended=chats.answer_end.has_come, inputs=lambda *_: {}
+    )
+
+    assert found == [[RED, TURN_ENDS]]
+    assert len(asked) == 2
+    assert chats.answer_end.text_before([RED, TURN_ENDS, RED]).strip() == "red"
 
 
 def test_a_question_whose_image_cannot_be_read_does_not_count(open_source, picture, tmp_path):

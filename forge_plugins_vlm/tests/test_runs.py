@@ -89,6 +89,21 @@ def test_images_are_captioned(folder, capsys):
     assert caption.startswith("a ")
 
 
+def test_what_is_said_in_a_chat_ends_with_its_turn(folder, capsys):
+    """It went on to --max-new-tokens, where the template's turns do not end a document."""
+    said = "{% for m in messages %}{{ m.content }} {{ 'circle circle ' if m.role == 'assistant' }}{% endfor %}"
+    (folder / "chat.jinja").write_text(said, encoding="utf-8")
+    keys = ["data.chat_template=true", f"data.tokenizer.chat_template={folder / 'chat.jinja'}", "run.name=chat"]
+    assert main(["run", str(folder / "job.toml"), *keys]) == 0
+
+    capsys.readouterr()
+    assert main(["vlm", "generate", str(folder / "runs" / "chat"), "--image", held_out(folder, 0)]) == 0
+    caption = capsys.readouterr().out
+
+    assert caption.startswith("a ")
+    assert "circle circle" not in caption
+
+
 def test_the_likeliest_tokens_alone_are_sampled_from(folder, capsys):
     image = ["--image", held_out(folder, 0)]
     likeliest = generated(folder, capsys, *image)

@@ -113,7 +113,7 @@ def generate(
         forbidden=reader.forbidden,
     )
     for number, (prompt, tokens) in enumerate(zip(read, found, strict=True), start=1):
-        text = loaded.tokenizer.decode(tokens)
+        text = reader.answer_end.text_before(tokens)
         if as_json:
             print_json(ContinuedPrompt(prompt=prompt.text, images=len(prompt.images), text=text), indent=None)
             continue

@@ -43,7 +43,7 @@ def image_text_of(job: Job) -> ImageTextConfig | None:
 
 
 def say(model: EvaluationContext, reader: PromptReader, prompts: Sequence[Prompt], *, max_new_tokens: int) -> list[str]:
-    """Continue prompts by the likeliest tokens, up to an end of document. All ranks call it together.
+    """Continue prompts by the likeliest tokens, up to the end of an answer. All ranks call it together.
 
     Args:
         model: as evaluations and callbacks (``eval_start``) are given it.
@@ -53,16 +53,15 @@ def say(model: EvaluationContext, reader: PromptReader, prompts: Sequence[Prompt
     Returns:
         The texts of the new tokens, the same on all ranks.
     """
-    end = reader.tokenizer.end_of_document
     found = generate_in_layout(
         model,
         [one.tokens for one in prompts],
         max_new_tokens=max_new_tokens,
-        has_ended=lambda tokens: tokens[-1] == end,
+        has_ended=reader.answer_end.has_come,
         inputs=functools.partial(entries_of_prompts, reader, prompts),
         forbidden=reader.forbidden,
     )
-    return [reader.tokenizer.decode([token for token in tokens if token != end]).strip() for tokens in found]
+    return [reader.answer_end.text_before(tokens).strip() for tokens in found]
 
 
 def entries_of_prompts(

@@ -21,7 +21,7 @@ from forge_plugins_vlm.data.config import ImageTextConfig
 from forge_plugins_vlm.data.document import TEXT, Document, forbidden_ids
 from forge_plugins_vlm.data.reading import ImageReader
 from forge_plugins_vlm.data.references import Reference, UnreadableError
-from forge_plugins_vlm.data.source import encoder_of, shape_of
+from forge_plugins_vlm.data.source import answer_end_of, encoder_of, shape_of
 from forge_plugins_vlm.data.video import frames_of
 from forge_plugins_vlm.data.writing import Written
 
@@ -46,10 +46,12 @@ class PromptReader:
 
     Attributes:
         tokenizer: the data's.
+        answer_end: where what follows a prompt ends.
     """
 
     def __init__(self, config: ImageTextConfig, tokenizer: Tokenizer, processor: ImageProcessor) -> None:
         self._config, self.tokenizer, self._processor = config, tokenizer, processor
+        self.answer_end = answer_end_of(config, tokenizer)
         self._encode = encoder_of(config, tokenizer)
         self._read = ImageReader(attrs.evolve(config, on_error="refuse"), processor, ())
 

@@ -16,6 +16,8 @@ from forge_core.contracts.data_source import Split
 from forge_core.contracts.tokenizer import Tokenizer
 from forge_core.errors import ConfigError
 from forge_plugins_data.answers import tokenizer_of
+from forge_plugins_data.chat import template_of
+from forge_plugins_vlm.answer_end import AnswerEnd
 from forge_plugins_vlm.contracts.image_processor import ImageProcessor
 from forge_plugins_vlm.data.collation import Shape, collate
 from forge_plugins_vlm.data.config import ImageTextConfig, entries_of
@@ -72,6 +74,11 @@ def shape_of(config: ImageTextConfig, tokenizer: Tokenizer, seq_len: int) -> Sha
     )
 
 
+def answer_end_of(config: ImageTextConfig, tokenizer: Tokenizer) -> AnswerEnd:
+    """Where an answer ends, as a configuration writes it."""
+    return AnswerEnd(tokenizer, template_of(config, tokenizer) if config.chat_template else None)
+
+
 def identity_of(config: ImageTextConfig, tokenizer: Tokenizer) -> list[Any]:
     """What decides how conversations and images become samples, for a fingerprint."""
     return [
@@ -91,6 +98,7 @@ class ImageText:
         counts: how many conversations there are, and how many of them are ``cut``, ``skipped`` as too long, or
             ``unreadable``, as far as images had to be looked at.
         forbidden: token ids that stand for images alone, which no answer has.
+        answer_end: where an answer ends.
     """
 
     def __init__(
@@ -98,6 +106,7 @@ class ImageText:
     ) -> None:
         self.tokenizer: Tokenizer | None = tokenizer
         self.vocab_size = tokenizer.vocab_size
+        self.answer_end = answer_end_of(config, tokenizer)
         self.counts = opened.counts
         self._config = config
         self._documents = opened.documents

@@ -10,6 +10,7 @@ from forge_core.contracts.evaluation import Evaluation, EvaluationContext, OpenD
 from forge_core.contracts.tokenizer import Tokenizer
 from forge_core.errors import ConfigError
 from forge_plugins_inference.generate_in_layout import generate_in_layout
+from forge_plugins_vlm.answer_end import AnswerEnd
 from forge_plugins_vlm.evaluation.config import ImageAnswersConfig
 from forge_plugins_vlm.evaluation.metrics import METRICS
 from forge_plugins_vlm.evaluation.pictures import Images, WithImages
@@ -24,8 +25,9 @@ class ImageAnswers(Evaluation):
     ) -> None:
         if tokenizer is None:
             raise ConfigError("the training data have no tokenizer, so that no answer can be read")
-        self._config, self._tokenizer = config, tokenizer
+        self._config = config
         self._source = open_data(config.data, "data")
+        self._end: AnswerEnd = getattr(self._source, "answer_end", AnswerEnd(tokenizer))
         self._questions = Questions(self._source, config.samples, tokenizer.end_of_document)
         longest = max(len(one.prompt) for one in self._questions.questions)
         if longest + config.max_new_tokens > seq_len:
@@ -51,7 +53,7 @@ class ImageAnswers(Evaluation):
             context,
             [one.prompt for one in questions],
             max_new_tokens=self._config.max_new_tokens,
-            has_ended=self._has_ended,
+            has_ended=self._end.has_come,
             inputs=functools.partial(self._questions.inputs, source),
             forbidden=getattr(self._source, "forbidden", ()),
         )
@@ -64,12 +66,8 @@ class ImageAnswers(Evaluation):
             found |= METRICS[name](answers, references)
         return found
 
-    def _has_ended(self, tokens: Sequence[int]) -> bool:
-        return tokens[-1] == self._tokenizer.end_of_document
-
     def _text(self, tokens: Sequence[int]) -> str:
-        end = self._tokenizer.end_of_document
-        return self._tokenizer.decode([one for one in tokens if one != end]).strip()
+        return self._end.text_before(tokens).strip()
 
 
 class ImageDependence(ImageAnswers):
