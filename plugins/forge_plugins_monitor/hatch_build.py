@@ -10,8 +10,8 @@ ARCHIVE = "forge_plugins_monitor/pages/text.bz2"
 IN_WHEELS = (
     *("quickstart.md", "configuration.md", "running.md", "checkpoints.md", "data.md", "slurm.md", "evaluate.md"),
     *("hooks/forge_routers.md", "hooks/forge_optimizers.md", "hooks/forge_schedulers.md"),
-    *("how-to/anneal.md", "how-to/choose-a-layout.md", "how-to/debug-a-loss-curve.md", "how-to/log-a-number.md"),
-    *("how-to/find-why-a-run-stopped.md", "how-to/profile-a-step.md", "how-to/report-a-bug.md"),
+    *("how-to/choose-a-layout.md", "how-to/debug-a-loss-curve.md"),
+    *("how-to/find-why-a-run-stopped.md", "how-to/profile-a-step.md"),
     *("how-to/reproduce-a-run.md", "how-to/resume-and-branch.md", "how-to/save-memory.md"),
     *("how-to/scale-to-many-gpus.md", "how-to/train-on-your-data.md"),
 )
