@@ -340,8 +340,8 @@ def custom(*actions: str) -> list[str]:
     return [*pp2("custom", *TWO_MICROBATCHES), f"parallel.passes.pipeline.actions={[*actions]}"]
 
 
-_REVERSED = custom("1F0 1F1 1B1 1B0", "0F0 0F1 0B1 0B0")
-"""The first stage on the last rank, and the latest microbatch back first."""
+_REVERSED = custom("1F1 1F0 1B0 1B1", "0F1 0F0 0B0 0B1")
+"""The first stage on the last rank, the second microbatch first, and the latest one back first."""
 _A_V = custom("0F0 0F1 3F0 3I0 3F1 3I1 0I0 3W0 0W0 0B1 3W1", "1F0 2F0 1F1 2F1 2I0 1I0 2W0 2B1 1W0 1B1")
 _UNEVEN = custom("0F0 0F1 2F0 2I0 2W0 2F1 2B1 0B0 0B1", "1F0 1F1 1I0 1B1 1W0")
 """Two stages on one rank, and one on the other."""

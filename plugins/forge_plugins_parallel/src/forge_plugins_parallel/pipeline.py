@@ -255,7 +255,7 @@ class PipelineExecutor:
             return
         self._stages = [self._make_stage(stage, part, forms) for stage, part in self._parts.items()]
         own = self._config.own_schedule
-        schedule: Any = _PipelineScheduleRuntime if own else get_schedule_class(self._config.schedule)
+        schedule: Any = _OwnSchedule if own else get_schedule_class(self._config.schedule)
         self._schedule = schedule(
             self._stages if issubclass(schedule, PipelineScheduleMulti) else self._stages[0],
             n_microbatches,
@@ -290,6 +290,21 @@ class PipelineExecutor:
         assert self._scale is not None, "set at the start of each step"
         self._sums.append(total.detach())
         return total * self._scale
+
+
+class _OwnSchedule(_PipelineScheduleRuntime):
+    """torch keeps losses in the order of the last stage's forwards, and takes one by the number of its microbatch,
+    which is that of another where the two orders differ. Here each is at its number."""
+
+    def _maybe_compute_loss(self, stage: Any, output: Any, targets: Any, microbatch: int, *options: Any) -> None:
+        super()._maybe_compute_loss(  # type: ignore[no-untyped-call]  # torch's
+            stage, output, targets, microbatch, *options
+        )
+        if stage.is_last:
+            losses = self._internal_losses
+            loss = losses.pop()
+            losses += [loss] * (self._n_microbatches - len(losses))
+            losses[microbatch] = loss
 
 
 def explained(error: RuntimeError) -> ForgeError | None:
