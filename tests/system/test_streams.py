@@ -285,3 +285,14 @@ def test_a_dry_run_says_that_there_is_no_end(letters):
 
     assert done.returncode == 0, done.stderr
     assert "data samples of 32 tokens, without end" in done.stdout
+
+
+def test_a_run_in_small_microbatches_is_evaluated_on_one_process(shared_tiny, streamed, capsys):
+    """One sequence a microbatch is fewer than there are streams; the run's batch is not."""
+    held_out = f"eval={{interval=2, data={{name='text_files', path='{shared_tiny.folder / 'text'}'}}}}"
+    done = shared_tiny.completed(*streamed, "train.batch_size=1", held_out, "train.steps=2", "run.name=by-ones")
+    capsys.readouterr()
+
+    assert main(["eval", str(shared_tiny.path("by-ones")), "--json"]) == 0
+
+    assert json.loads(capsys.readouterr().out)["eval/loss"] == pytest.approx(done[-1]["eval/loss"], rel=1e-6)

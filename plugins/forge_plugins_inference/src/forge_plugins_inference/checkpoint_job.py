@@ -88,8 +88,9 @@ def _table(checkpoint: Checkpoint, world_size: int) -> dict[str, Any]:
     for section in ("train", "parallel", "plugins"):
         if not isinstance(table.setdefault(section, {}), dict):
             raise ConfigError(f"{checkpoint.path}/job.toml: {section} must be a table, got {table[section]!r}")
-    table["train"] = {key: value for key, value in table["train"].items() if key != "global_batch_size"}
-    table["train"]["grad_accumulation"] = world_size  # as many as any pipeline has stages; an evaluation takes one
+    table["train"] = train = dict(table["train"])
+    # a multiple of the run's batch, as streams share it; as many as any pipeline has stages. An evaluation takes one
+    train["grad_accumulation"] = world_size * train.pop("global_batch_size", 1)
     for section in ("checkpoint", "callbacks", "trackers", "anomalies", "metrics", "phases"):
         table.pop(section, None)
     return table
