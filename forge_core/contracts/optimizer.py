@@ -39,7 +39,7 @@ class NamedParameter:
     """fp32 unless the run asks for less. A ``DTensor`` when it is sharded: its ``.placements`` say how."""
     role: ParameterRole
     elsewhere: frozenset[str] = frozenset()
-    """The names of the model's parameters that other pipeline stages hold, the same for every parameter given: a
+    """The names of the parameters to train that other pipeline stages hold, the same for every parameter given: a
     pattern that matches only these is no mistake."""
     aliases: frozenset[str] = frozenset()
     """The groups of the model's parameters that it is in (``AliasedModel``), without the ``@``."""

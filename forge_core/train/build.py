@@ -338,7 +338,7 @@ def build_optimizer(job: Job, model: BuiltModel, build: ComponentBuilder) -> tor
         PluginError: it does not take each of them exactly once.
     """
     trainable = {name: p for name, p in model.parameters.items() if p.requires_grad}
-    elsewhere = frozenset(model.roles.keys() - model.parameters.keys())
+    elsewhere = frozenset(model.roles.keys() - model.parameters.keys() - model.known.fixed)
     optimizer: torch.optim.Optimizer = build(
         job.optimizer,
         parameters=[

@@ -264,6 +264,13 @@ def test_the_text_names_passes_stages_and_whether_it_fits(plan):
             ["--world-size", "2", "parallel.passes.fsdp.cpu_offload=true"],
             "a step of rank 0 cannot be simulated: parameters and optimizer are in the host's memory",
         ),
+        (  # neither this pipeline stage nor the other trains a norm
+            [
+                *("--world-size", "2", "parallel.pp=2", "train.grad_accumulation=2", "parallel.passes.lora.rank=2"),
+                'optimizer.groups=[{pattern="*norm*", lr_scale=0.5}]',
+            ],
+            "optimizer.groups: the pattern '*norm*' matches no parameter",
+        ),
     ],
 )
 def test_what_a_run_would_refuse_and_what_cannot_be_told_is_said(plan, arguments, sentence):
