@@ -150,6 +150,9 @@ def test_an_average_beside_an_optimizer_that_has_one_is_found_at_validation() ->
     with pytest.raises(ForgeError, match=r"callbacks\[0\]\.name: .*schedule_free_adamw has an average"):
         load_job(JOB, both, catalog=discover(), world_size=1)
     load_job(JOB, ["callbacks=[{name='ema'}]"], catalog=discover(), world_size=1)
+    grouped = "optimizer={name='grouped', groups=[{optimizer={name='schedule_free_adamw', lr=3e-3}}]}"
+    with pytest.raises(ForgeError, match=r"callbacks\[0\]\.name: .*schedule_free_adamw has an average"):
+        load_job(JOB, [grouped, "callbacks=[{name='ema'}]"], catalog=discover(), world_size=1)
 
 
 def test_two_averages_are_found_at_validation_and_named() -> None:

@@ -382,8 +382,11 @@ class EMAConfig:
 
     def check(self, job: Job) -> Iterator[tuple[str, str]]:
         """Two averages of the same weights."""
-        if isinstance(job.optimizer.config, ScheduleFreeAdamWConfig):
-            yield "name", f"{job.optimizer.name} has an average to evaluate itself; leave out one of the two"
+        chosen = job.optimizer.config
+        parts = [one.optimizer for one in chosen.groups] if isinstance(chosen, GroupedConfig) else [job.optimizer]
+        for part in parts:
+            if isinstance(part.config, ScheduleFreeAdamWConfig):
+                yield "name", f"{part.name} has an average to evaluate itself; leave out one of the two"
         first, *others = (index for index, one in enumerate(job.callbacks) if isinstance(one.config, EMAConfig))
         if any(job.callbacks[index].config is self for index in others):
             yield "name", f"callbacks[{first}] has an average to evaluate itself; leave out one of the two"
