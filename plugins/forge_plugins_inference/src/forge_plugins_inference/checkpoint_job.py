@@ -90,7 +90,8 @@ def _table(checkpoint: Checkpoint, world_size: int) -> dict[str, Any]:
             raise ConfigError(f"{checkpoint.path}/job.toml: {section} must be a table, got {table[section]!r}")
     table["train"] = train = dict(table["train"])
     # a multiple of the run's batch, as streams share it; as many as any pipeline has stages. An evaluation takes one
-    train["grad_accumulation"] = world_size * train.pop("global_batch_size", 1)
+    batch = train.pop("global_batch_size", 1)
+    train["grad_accumulation"] = world_size * batch if isinstance(batch, int) else batch  # of a stranger, refused
     for section in ("checkpoint", "callbacks", "trackers", "anomalies", "metrics", "phases"):
         table.pop(section, None)
     return table
