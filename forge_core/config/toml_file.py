@@ -65,7 +65,7 @@ class _Reading:
         resolved = any(one.name == RESOLVED for one in (*chain, path))  # a stranger may have written it
         layer = with_file_texts(_parse(path), None if resolved else path.parent)
         for key, value in layer.table.items():
-            if isinstance(value, (str, list)) and key not in _OF_FILES and (near := nearest(key, _OF_FILES)):
+            if isinstance(value, (str, list)) and key not in _OF_FILES and (near := nearest(key, _OF_FILES, 0.8)):
                 raise _about(layer, f"unknown key; did you mean '{near}'?", key)
         extends = layer.table.pop("extends", [])
         names = [extends] if isinstance(extends, str) else extends

@@ -110,6 +110,11 @@ def test_two_files_may_share_a_base(write):
     assert read_document(write('extends = ["one.toml", "two.toml"]')).table == {"a": 1}
 
 
+def test_keys_of_other_files_are_not_taken_for_misspelt_ones(write):
+    """``setup`` of a cluster.toml is no ``unset``."""
+    assert read_document(write('setup = ["x"]\ntext = "y"')).table == {"setup": ["x"], "text": "y"}
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

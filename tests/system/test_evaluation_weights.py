@@ -15,6 +15,7 @@ from forge_core.checkpoint.store import find_checkpoint
 from forge_core.cli import main
 from forge_core.config.builder import ComponentBuilder
 from forge_core.registry.discovery import discover
+from forge_plugins_optim.config import EMAConfig
 from forge_plugins_weights.loading import load_model
 from parity_matrix.cells import CELLS
 from parity_matrix.launch import JOB, Launcher, Work
@@ -246,7 +247,9 @@ def test_an_average_of_some_parameters_is_evaluated_with_the_others_as_they_are_
         assert "evaluation.embed.weight" not in averaged
 
 
-def test_two_averages_of_the_same_weights_are_refused_before_the_first_step(tiny, capfd):
+def test_two_averages_of_the_same_weights_are_refused_before_the_first_step(tiny, capfd, monkeypatch):
+    """Also of components that validation knows nothing of."""
+    monkeypatch.setattr(EMAConfig, "check", lambda self, job: iter(()))
     grouped = f"optimizer={{name='grouped', groups=[{{{SCHEDULE_FREE}}}]}}"
     both = [grouped, 'callbacks=[{name="ema"}]']
 

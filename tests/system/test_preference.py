@@ -114,7 +114,10 @@ NO_REFERENCE = "data={{name='preference_pairs', path='{folder}/pairs.jsonl'}}"
     ("settings", "sentence"),
     [
         (["loss.name=cross_entropy"], "batches have 'answers' for the loss, and loss 'cross_entropy' of forge"),
-        (["loss={name='z_loss', loss='dpo'}"], "batches have 'answers' for the loss, and loss 'z_loss' of forge"),
+        (
+            ["loss={name='z_loss', loss='dpo'}"],
+            "loss.loss: must be a loss of single targets, such as cross_entropy; dpo is none",
+        ),
         (["loss.loss=z_loss"], "loss.loss: must give log-probabilities alone, as cross_entropy and chunked_cross_entr"),
         (["loss.beta=0"], "loss.beta"),
         ([CHECKED, "data={name='text_files', path='{folder}/text'}"], "is for data of preference_pairs, and [data] is"),
