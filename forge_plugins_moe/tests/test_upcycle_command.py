@@ -239,6 +239,7 @@ def test_of_adapters_and_biases_no_experts_are_made(folder, tmp_path, setting, s
             ["--top-k", "1", "model.feed_forward.router.top_k=2"],
             "top_k=2: --top-k 1 says how many; leave one out",
         ),
+        (["--top-k", "1", "--model.feed_forward.router.top_k", "2"], "--top-k 1 says how many; leave one out"),
         (["--top-k", "5"], "5 experts a token are more than the 4"),
         (["model.feed_forward.router.name=sofmax_topk"], "Did you mean 'softmax_topk'"),
         (["model.feed_forward.hidden_dim=32"], "leave out hidden_dim"),

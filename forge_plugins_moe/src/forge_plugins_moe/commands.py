@@ -79,7 +79,7 @@ def upcycle(
 
     if top_k is not None:
         key = "model.feed_forward.router.top_k"
-        if twice := next((one for one in overrides if one.partition("=")[0].strip() == key), None):
+        if twice := next((one for one in overrides if one.removeprefix("--").partition("=")[0] == key), None):
             raise ConfigError(f"{twice}: --top-k {top_k} says how many; leave one out")
         overrides = (f"{key}={top_k}", *overrides)
     try:
