@@ -102,7 +102,7 @@ def empty_optimizer_state(
     tensors: dict[str, torch.Tensor] = {}
     for key, metadata in saved.items():
         if key.startswith("optimizer.") and isinstance(metadata, TensorStorageMetadata):
-            name, _, slot = key.removeprefix("optimizer.").rpartition(".")
+            name, slot = _split(key)
             if name in elsewhere:
                 continue
             parameter = _parameter(names, name, key)
@@ -111,7 +111,7 @@ def empty_optimizer_state(
             optimizer.state[parameter][slot] = tensor
             tensors[key] = tensor
     for key, value in facts["values"].items():
-        name, _, slot = key.removeprefix("optimizer.").rpartition(".")
+        name, slot = _split(key)
         if name not in elsewhere:
             optimizer.state[_parameter(names, name, key)][slot] = value
     return tensors
@@ -135,6 +135,11 @@ def empty_slot(
     if shape == parameter.shape and isinstance(parameter.data, DTensor):
         return torch.zeros_like(parameter.data, dtype=dtype)
     return torch.zeros(shape, dtype=dtype, device="cpu" if on_host else parameter.device)
+
+
+def _split(key: str) -> tuple[str, str]:
+    name, _, slot = key.removeprefix("optimizer.").rpartition(".")
+    return name, slot
 
 
 def _parameter(names: Mapping[str, nn.Parameter], name: str, key: str) -> nn.Parameter:

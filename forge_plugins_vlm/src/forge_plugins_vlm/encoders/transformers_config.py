@@ -143,10 +143,7 @@ class TransformersConfig(VisionEncoderConfig):
             found = getattr(source.processor.config, "resample", wanted)
             if self.folder is not None and found != wanted:
                 sentence = f"its pictures are resized by {wanted!r}, and {place}.processor.resample is {found!r}"
-                yield (
-                    "path",
-                    f"{sentence}, by which features are a little different",
-                )
+                yield "path", f"{sentence}, by which features are a little different"
 
     def check(self, job: Job) -> Iterator[tuple[str, str]]:
         """What is wrong with the folder, or with ``feature_layer``."""
