@@ -16,6 +16,7 @@ from forge_core.contracts.model import canonical_name
 from forge_core.contracts.parallel_pass import PassContext
 from forge_core.distributed.mesh import build_mesh, join_process_group
 from forge_core.errors import ConfigError
+from forge_core.ops.accumulate import accumulate
 from forge_core.train.build import materialise
 from forge_plugins_parallel import recompute_choice
 from forge_plugins_parallel.activation_checkpointing import ActivationCheckpointing
@@ -316,11 +317,20 @@ class Counting(nn.Module):
         pass
 
 
+class CountedLater(Counting):
+    """Something else counts for it, as for a predictor of further tokens."""
+
+    def forward(self, hidden):
+        return hidden * 1
+
+
 class CountingModel(SmallModel):
+    counting = Counting
+
     def __init__(self):
         super().__init__()
         for block in self.blocks.values():
-            block.attention_norm = nn.Sequential(block.attention_norm, Counting())
+            block.attention_norm = nn.Sequential(block.attention_norm, self.counting())
 
     def init_weights(self, rng):
         super().init_weights(rng)
@@ -343,6 +353,18 @@ def test_what_forward_counts_is_counted_once(context, mode, compiled):
 
     counted = [module.seen.item() for module in model.modules() if isinstance(module, Counting)]
     assert counted == [2 * BATCH * LENGTH] * 3
+
+
+def test_a_recomputation_leaves_sums_for_which_other_forwards_wait(context):
+    """In a pipeline with several microbatches on their way."""
+    model, _ = applied(context, type("Predicting", (CountingModel,), {"counting": CountedLater}), mode="full")
+    seen = next(module.seen for module in model.modules() if isinstance(module, CountedLater))
+
+    losses = [accumulate(forward(model), seen, torch.ones(())) for _ in range(2)]
+    for loss in losses:
+        loss.backward()
+
+    assert seen.item() == 2
 
 
 @pytest.fixture

@@ -771,6 +771,8 @@ CELLS: Mapping[str, Cell] = {
     "ahead-pp2-interleaved-zero-bubble-packed": Cell(2, pp2("InterleavedZeroBubble"), "ahead packed"),
     "ahead-pp2-zero-bubble-v-chunked": Cell(2, [*pp2("ZBVZeroBubble"), *CHUNKED], "ahead"),
     "ahead-pp2-dualpipe-v": Cell(2, pp2("DualPipeV"), "ahead"),
+    "ahead-pp2-gpipe-ac-full": Cell(2, [*pp2("GPipe"), f"{AC}=true"], "ahead"),
+    "ahead-pp2-zero-bubble-v-ac-selective": Cell(2, [*pp2("ZBVZeroBubble"), f"{AC}.mode=selective"], "ahead packed"),
     "ahead-pp2-fsdp2": Cell(4, pp2("1F1B", *TWO_SMALL_MICROBATCHES), "ahead"),
     "ahead-pp2-tp2-packed": Cell(4, [*pp2("Interleaved1F1B"), TP2], "ahead packed"),
     "ahead-pp2-tp2-whole-positions": Cell(

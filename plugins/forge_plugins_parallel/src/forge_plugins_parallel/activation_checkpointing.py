@@ -195,6 +195,6 @@ def _restoring(recomputation: AbstractContextManager[Any], counting: Sequence[An
             stack.enter_context(recomputation)
             yield
     finally:
-        with torch.no_grad():
-            for tensor, value in zip(accumulators, before, strict=True):
-                tensor.copy_(value)
+        for tensor, value in zip(accumulators, before, strict=True):
+            # out of sight of autograd: forwards of other microbatches may have saved it, for its place (`accumulate`)
+            tensor.data.copy_(value)
