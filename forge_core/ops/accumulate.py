@@ -30,8 +30,8 @@ def accumulate(activation: torch.Tensor, buffer: torch.Tensor, value: torch.Tens
 def unchanged(tensor: torch.Tensor) -> torch.Tensor:
     """Return a view, for an ``autograd.Function`` whose forward is the identity: a view costs nothing. In a compiled
     graph it is a copy: of a view that leaves its graph the compiler makes another one, whose gradient goes past the
-    function."""
-    return tensor.clone() if torch.compiler.is_compiling() else tensor.view_as(tensor)
+    function. So it is of a scalar, such as a loss, which FSDP warns of if a model returns it as a view."""
+    return tensor.clone() if torch.compiler.is_compiling() or tensor.ndim == 0 else tensor.view_as(tensor)
 
 
 class _Accumulate(torch.autograd.Function):

@@ -7,6 +7,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from forge_core.contracts.loss import LossSum, VocabularyPart
 from forge_core.ops.auxiliary_loss import LEDGER, attach_auxiliary_loss
@@ -291,6 +293,30 @@ def test_a_part_of_a_weighted_loss_has_its_weight() -> None:
     reported = {name: value.item() for name, value in LEDGER.means().items()}
     assert reported.pop("ahead") == pytest.approx(0.25 / 3 * task.item(), rel=1e-5)
     assert reported == pytest.approx({name: 0.25 / 3 * value for name, value in added.items()}, rel=1e-4)
+
+
+class Whole(nn.Module):
+    """A model that returns its loss."""
+
+    def __init__(self, loss) -> None:
+        super().__init__()
+        self.head, self.loss = nn.Linear(D, V), loss
+
+    def forward(self, hidden, targets) -> LossSum:
+        return self.loss(hidden, self.head, targets)
+
+
+@pytest.mark.usefixtures("one_rank")
+@each_outer
+def test_fsdp_warns_of_nothing(outer) -> None:
+    """It said of a total with a penalty that it may lead to wrong gradients: a view, of which it warns."""
+    model = fully_shard(Whole(OUTER[outer](CrossEntropy())), mesh=init_device_mesh("cpu", (1,)))
+    hidden, _, targets = batch()
+    LEDGER.start_step(torch.ones(()))
+
+    model(hidden, targets).total.backward()
+
+    assert LEDGER.means().keys() == {{"z": "z_loss", "smooth": "label_smoothing"}[name] for name in outer.split()}
 
 
 def test_one_product_with_the_head_is_enough_for_the_log_partitions() -> None:
