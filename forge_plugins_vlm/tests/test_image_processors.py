@@ -200,7 +200,12 @@ def test_what_is_transparent_is_white():
     palette.putpixel((1, 0), 1)
     palette.info["transparency"] = 1
 
+    colour = Image.new("RGB", (2, 1), (255, 0, 0))
+    colour.putpixel((1, 0), (1, 2, 3))
+    of_file = open_picture(written(colour, transparency=(1, 2, 3)))
+
     assert np.asarray(as_rgb(alpha)).tolist() == [[[255, 0, 0], [255, 255, 255]]]
+    assert np.asarray(as_rgb(of_file)).tolist() == [[[255, 0, 0], [255, 255, 255]]]
     assert np.asarray(as_rgb(palette)).tolist() == [[[9, 8, 7], [255, 255, 255]]]
 
 
@@ -345,6 +350,15 @@ def test_a_tiff_whose_offsets_are_fractions_is_damaged():
 
     with pytest.raises(OSError, match="cannot be interpreted as an integer"):
         open_picture(bytes(content))
+
+
+@pytest.mark.parametrize("read", [open_picture, size_of])
+def test_floating_point_pixels_are_refused(read):
+    """From 0 to 1 they became a black picture, without a word."""
+    content = written(Image.fromarray(np.linspace(0, 1, 16, dtype=np.float32).reshape(4, 4)), "TIFF")
+
+    with pytest.raises(OSError, match="floating-point numbers, of unknown range; write it with 8 or 16 bits"):
+        read(content)
 
 
 @pytest.mark.skipif(not features.check("avif"), reason="this Pillow has no AVIF")

@@ -54,7 +54,7 @@ def open_picture(content: bytes, at_least: AtLeast | None = None) -> Image.Image
         at_least: by which a JPEG may be decoded at a half, a quarter or an eighth of its size; ``None``: it is not.
 
     Raises:
-        OSError: it is no picture, or damaged.
+        OSError: it is no picture, or damaged, or its pixels are floating-point numbers.
     """
     try:
         with warnings.catch_warnings():
@@ -63,6 +63,7 @@ def open_picture(content: bytes, at_least: AtLeast | None = None) -> Image.Image
             orientation = image.getexif().get(_ORIENTATION, 1)
             if at_least is not None and not _drafted(image, at_least, is_turned=orientation in _TURNED):
                 image = Image.open(io.BytesIO(content))
+            _refuse_floats(image)
             image.load()
             return image.transpose(_UPRIGHT[orientation]) if orientation in _UPRIGHT else image
     except UnidentifiedImageError as error:  # of which the message shows an object of Python
@@ -90,12 +91,13 @@ def size_of(source: bytes | Path) -> Grid:
     """Height and width of a picture when it is upright, from the beginning of its file alone.
 
     Raises:
-        OSError: it is no picture.
+        OSError: it is no picture, or its pixels are floating-point numbers.
     """
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             with Image.open(source if isinstance(source, Path) else io.BytesIO(source)) as image:
+                _refuse_floats(image)
                 width, height = image.size
                 # Pillow decodes a PNG first, as EXIF may stand behind the pixels
                 exif = Image.Image.getexif(image) if _ends_with_pixels(image) else image.getexif()
@@ -104,6 +106,12 @@ def size_of(source: bytes | Path) -> Grid:
         raise OSError(_UNKNOWN) from error
     except _DAMAGE as error:
         raise OSError(str(error)) from error
+
+
+def _refuse_floats(image: Image.Image) -> None:
+    """A file does not say what is white in it; taken as it is, a picture from 0 to 1 would be black."""
+    if image.mode == "F":
+        raise OSError("its pixels are floating-point numbers, of unknown range; write it with 8 or 16 bits")
 
 
 def _ends_with_pixels(image: Image.Image) -> bool:
@@ -122,7 +130,7 @@ def _ends_with_pixels(image: Image.Image) -> bool:
 
 def as_rgb(image: Image.Image) -> Image.Image:
     """In RGB: what is transparent is put on white, and 16 bits become 8."""
-    if image.mode == "RGB":
+    if image.mode == "RGB" and not image.has_transparency_data:
         return image
     if image.mode.startswith("I;16"):
         return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)).convert("RGB")
