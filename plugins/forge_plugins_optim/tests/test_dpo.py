@@ -1,14 +1,18 @@
 """The loss ``dpo`` against its formula in float64, on samples of several pairs, and what it leaves alone."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from forge_core.contracts.loss import LossSum
+from forge_core.errors import ConfigError
 from forge_core.ops.auxiliary_loss import LEDGER
 from forge_plugins_optim.chunked_cross_entropy import ChunkedCrossEntropy
 from forge_plugins_optim.cross_entropy import CrossEntropy
-from forge_plugins_optim.dpo import DPO
+from forge_plugins_optim.dpo import DPO, dpo
 
 B, S, D, V = 2, 14, 16, 50
 DOCUMENT = torch.tensor([[0] * 4 + [1] * 3 + [2] * 2 + [3] * 4 + [4], [0] * 5 + [1] * 6 + [2] * 3])
@@ -141,3 +145,20 @@ def test_a_batch_without_pairs_has_the_inner_loss():
     found, expected = DPO(CrossEntropy(), BETA, 0.0)(hidden, head, targets), CrossEntropy()(hidden, head, targets)
 
     assert torch.equal(found.total, expected.total)
+
+
+def test_a_loss_without_weights_is_refused_by_name_before_the_first_step():
+    """It was a TypeError in step 1."""
+    config = SimpleNamespace(loss=SimpleNamespace(name="mine"), beta=BETA, label_smoothing=0.0)
+
+    with pytest.raises(ConfigError, match=r"loss\.loss: dpo gives weights to targets, which mine does not take"):
+        dpo(config, build=lambda _: lambda hidden, head, targets: LossSum(hidden.sum(), (targets != -100).sum()))
+
+
+def test_a_loss_that_tells_nothing_of_each_target_is_refused():
+    def mine(hidden, head, targets, weights=None):
+        return CrossEntropy()(hidden, head, targets, weights)._replace(each=None)
+
+    hidden, head, targets, entries = batch()
+    with pytest.raises(ConfigError, match="needs the loss of each target"):
+        DPO(mine, BETA, 0.0)(hidden, head, targets, **entries)

@@ -13,6 +13,7 @@ from torch import nn
 
 from forge_core.contracts.builder import Builder
 from forge_core.contracts.loss import IGNORED, Loss, LossSum, apply_loss
+from forge_core.errors import ConfigError
 from forge_core.ops.auxiliary_loss import attach_auxiliary_loss
 from forge_core.ops.sequence_sum import number_sequences, sum_by_sequence
 from forge_plugins_optim.loss_config import DPOConfig
@@ -20,8 +21,18 @@ from forge_plugins_optim.vocabulary_parallel import KnownPart, part_of_head
 
 
 def dpo(config: DPOConfig, /, *, build: Builder) -> DPO:
-    """Build the loss and the one that gives it log-probabilities."""
-    return DPO(build(config.loss), config.beta, config.label_smoothing)
+    """Build the loss and the one that gives it log-probabilities.
+
+    Raises:
+        ConfigError: that one does not take weights.
+    """
+    inner: Loss = build(config.loss)
+    if not getattr(inner, "takes_weights", False):
+        raise ConfigError(
+            f"loss.loss: dpo gives weights to targets, which {config.loss.name} does not take (takes_weights); choose "
+            "another, such as cross_entropy or chunked_cross_entropy"
+        )
+    return DPO(inner, config.beta, config.label_smoothing)
 
 
 class DPO:
@@ -76,7 +87,8 @@ class DPO:
         is_chosen, has_loss = document % 2 == 0, targets != IGNORED
         with torch.no_grad():
             found = self._loss(hidden, known, answers)
-            assert found.each is not None, "the config has asked for a loss that tells it"
+            if found.each is None:
+                raise ConfigError("loss.loss: dpo needs the loss of each target, and the LossSum of this one has none")
             ratios = -found.each - reference
             weight_of_pair = has_loss.float() if weights is None else has_loss * weights
             columns = (ratios * is_chosen, ratios * ~is_chosen, weight_of_pair)
