@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import sys
@@ -17,6 +18,7 @@ import fork_server
 from forge_core.cli import main
 from forge_core.errors import ConfigError
 from forge_core.train import metrics
+from forge_plugins_inference import generation
 from forge_plugins_interp.extraction import Request, extract
 from forge_plugins_interp.reduction import Reduction
 from forge_plugins_interp.session import Session, inputs_of
@@ -89,19 +91,31 @@ def test_images_are_captioned(folder, capsys):
     assert caption.startswith("a ")
 
 
-def test_what_is_said_in_a_chat_ends_with_its_turn(folder, capsys):
-    """It went on to --max-new-tokens, where the template's turns do not end a document."""
+def test_what_is_said_in_a_chat_ends_with_its_turn(folder, capsys, monkeypatch):
+    """It went on to --max-new-tokens, where the template's turns do not end a document; later the words stopped there,
+    and the model did not."""
     said = "{% for m in messages %}{{ m.content }} {{ 'circle circle ' if m.role == 'assistant' }}{% endfor %}"
     (folder / "chat.jinja").write_text(said, encoding="utf-8")
     keys = ["data.chat_template=true", f"data.tokenizer.chat_template={folder / 'chat.jinja'}", "run.name=chat"]
     assert main(["run", str(folder / "job.toml"), *keys]) == 0
 
+    steps, of_model = [], generation.generate_steps
+
+    def counted(*arguments, **keys):
+        found = of_model(*arguments, **keys)
+        with contextlib.closing(found):
+            for step in found:
+                steps.append(step)
+                yield step
+
+    monkeypatch.setattr(generation, "generate_steps", counted)
     capsys.readouterr()
     assert main(["vlm", "generate", str(folder / "runs" / "chat"), "--image", held_out(folder, 0)]) == 0
     caption = capsys.readouterr().out
 
     assert caption.startswith("a ")
     assert "circle circle" not in caption
+    assert len(steps) == len(caption.split()) + 2
 
 
 def test_the_likeliest_tokens_alone_are_sampled_from(folder, capsys):
