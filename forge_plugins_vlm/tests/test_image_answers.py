@@ -87,6 +87,40 @@ def test_an_answer_of_a_chat_ends_with_its_turn(chats):
     assert evaluation.run(Chatting(LAST + 1)) == {"exact_match": 1.0, "vqa_accuracy": pytest.approx(1.0)}
 
 
+class LongingInAChat(Chatting):
+    """Says the same, and would rather say ``system``."""
+
+    def predict(self, batch):
+        logits = super().predict(batch)
+        logits[..., LAST] = 2.0
+        return logits
+
+
+def test_answers_of_a_mixture_are_those_of_its_sources(chats, build, tokenizer_path, tmp_path):
+    """The mixture was asked where a turn ends and what stands for an image, and it does not know."""
+    table = {
+        "name": "image_text",
+        "path": str(tmp_path / "captions.json"),
+        "format": "captions",
+        "placeholder": "system",
+        "processor": {"name": "square", "size": 8},
+        "token_grid": [1, 2],
+        "tokenizer": {
+            "name": "tokenizer_file",
+            "path": str(tokenizer_path),
+            "chat_template": str(tmp_path / "chat.jinja"),
+        },
+        "chat_template": True,
+    }
+    parts = [{"name": "chats", "weight": 1.0, "source": table}]
+    use = build.resolve("data_source", {"name": "mixture", "sources": parts})
+    mixture = build(use, seq_len=16, split="all", seed=0, samples_per_step=4)
+    config = ImageAnswersConfig(max_new_tokens=5)
+    evaluation = ImageAnswers(config, open_data=lambda *_: mixture, tokenizer=chats.tokenizer, seq_len=16)
+
+    assert evaluation.run(LongingInAChat(LAST + 1)) == {"exact_match": 1.0}
+
+
 def test_generation_of_a_chat_stops_at_the_end_of_a_turn(chats):
     asked = []
     context = Chatting(LAST + 1)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from forge_core.contracts.data_source import DataSource
 from forge_core.contracts.evaluation import Evaluation, EvaluationContext, OpenData
 from forge_core.contracts.tokenizer import Tokenizer
 from forge_core.errors import ConfigError
+from forge_plugins_data.mixture_parts import WatchedParts
 from forge_plugins_inference.generate_in_layout import generate_in_layout
 from forge_plugins_vlm.answer_end import AnswerEnd
 from forge_plugins_vlm.evaluation.config import ImageAnswersConfig
@@ -27,7 +29,9 @@ class ImageAnswers(Evaluation):
             raise ConfigError("the training data have no tokenizer, so that no answer can be read")
         self._config = config
         self._source = open_data(config.data, "data")
-        self._end: AnswerEnd = getattr(self._source, "answer_end", AnswerEnd(tokenizer))
+        sources = [*_sources_in(self._source)]
+        self._end = AnswerEnd.of_any(tokenizer, [one.answer_end for one in sources if hasattr(one, "answer_end")])
+        self._forbidden = sorted({token for one in sources for token in getattr(one, "forbidden", ())})
         self._questions = Questions(self._source, config.samples, tokenizer.end_of_document)
         longest = max(len(one.prompt) for one in self._questions.questions)
         if longest + config.max_new_tokens > seq_len:
@@ -55,7 +59,7 @@ class ImageAnswers(Evaluation):
             max_new_tokens=self._config.max_new_tokens,
             has_ended=self._end.has_come,
             inputs=functools.partial(self._questions.inputs, source),
-            forbidden=getattr(self._source, "forbidden", ()),
+            forbidden=self._forbidden,
         )
         answers, wanted = [self._text(one) for one in given], [self._text(one.answer) for one in questions]
         for answer, own in list(zip(answers, wanted, strict=True))[: self._config.shown]:
@@ -68,6 +72,15 @@ class ImageAnswers(Evaluation):
 
     def _text(self, tokens: Sequence[int]) -> str:
         return self._end.text_before(tokens).strip()
+
+
+def _sources_in(source: Any) -> Iterator[Any]:
+    """The source itself, or those of a mixture, at any depth."""
+    if isinstance(source, WatchedParts):
+        for part in source.parts:
+            yield from _sources_in(part.source)
+    else:
+        yield source
 
 
 class ImageDependence(ImageAnswers):
