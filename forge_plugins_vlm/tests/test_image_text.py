@@ -431,6 +431,24 @@ def test_documents_of_text_are_kept_apart_where_conversations_are(beside_text):
     assert {"document", "positions", "pixels"} <= set(mixture.read_at(np.arange(8)))
 
 
+@pytest.mark.parametrize("content", ["<image> ?", "?", [{"type": "image"}, {"type": "text", "text": "?"}]])
+def test_images_beside_messages_are_refused_with_the_formats_that_are_read(tmp_path, picture, open_source, content):
+    """They were left out without a word, or the placeholder was refused without a word of them."""
+    turns = [{"role": "user", "content": content}, {"role": "assistant", "content": "yes"}]
+    keys = as_jsonl(tmp_path / "a.jsonl", [{"messages": turns, "images": [picture("a.png")]}])
+
+    with pytest.raises(
+        ConfigError, match=r"a\.jsonl, line 1: 'images' stands beside 'messages'.*\"image\": .*\"llava\""
+    ):
+        open_source(**keys)
+
+
+def test_images_in_messages_may_stand_beside_them_too(tmp_path, picture, open_source):
+    keys = as_jsonl(tmp_path / "a.jsonl", [{**message_record(picture("a.png"), "yes"), "images": ["a.png"]}])
+
+    assert open_source(**keys).n_tiles(np.arange(1)).tolist() == [1]
+
+
 def test_a_video_is_its_frames_at_equal_distances(tmp_path, picture, open_source):
     for frame in range(10):
         picture(f"video/{frame}.png", frame)

@@ -73,6 +73,7 @@ def _llava(row: Row, config: ImageTextConfig) -> list[Message]:
 
 
 def _messages(row: Row, config: ImageTextConfig) -> list[Message]:
+    _refuse_images_apart(row)
     messages = []
     for number, message in enumerate(row.listed("messages"), 1):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
@@ -85,6 +86,22 @@ def _messages(row: Row, config: ImageTextConfig) -> list[Message]:
         parts = [one for part in content for one in _part(part, f"a part of message {number}", row, config)]
         messages.append(Message(message["role"], parts))
     return messages
+
+
+def _refuse_images_apart(row: Row) -> None:
+    """
+    Raises:
+        ConfigError: images stand beside messages, and no message has its own.
+    """
+    beside = next((name for name in ("images", "image") if row.record.get(name)), None)
+    contents = [one.get("content") for one in row.listed("messages") if isinstance(one, dict)]
+    parts = [part for content in contents if isinstance(content, list) for part in content if isinstance(part, dict)]
+    if beside and not any(part.get("type") == kind and kind in part for part in parts for kind in ("image", "video")):
+        raise ConfigError(
+            f"{row.where}: {beside!r} stands beside 'messages', which format = \"messages\" does not read; give each "
+            'image its place in a message, {"type": "image", "image": "a.png"}, or use format = "llava", with '
+            "'conversations' and an <image> for each"
+        )
 
 
 def _part(part: Any, what: str, row: Row, config: ImageTextConfig) -> Sequence[str | Reference]:
