@@ -299,6 +299,17 @@ def test_data_of_other_architectures_suit_their_models(kind, tmp_path):
     assert job.data.config.processor.config.has_newlines == (kind == "llava_next")
 
 
+@pytest.mark.parametrize(("number", "filter_"), [(2, "bilinear"), (1, "lanczos"), (0, "bicubic")])
+def test_pictures_of_converted_data_are_resized_by_the_filter_of_their_processor(number, filter_, tmp_path):
+    """The family's own filter was written. Forge has no nearest one (0), and keeps that of the family."""
+    made("llava", tmp_path / "hf")
+    (tmp_path / "hf" / "preprocessor_config.json").write_text(json.dumps({"resample": number}))
+    out = ["--to", "forge", "--out", str(tmp_path / "ours"), "--config-only"]
+    assert main(["convert", str(tmp_path / "hf"), *out]) == 0
+
+    assert load_job(tmp_path / "ours" / "train.toml", catalog=discover).data.config.processor.config.resample == filter_
+
+
 @pytest.mark.parametrize(
     ("kind", "processor", "exactly"),
     [

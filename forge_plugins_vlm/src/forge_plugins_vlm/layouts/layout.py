@@ -6,7 +6,7 @@ import functools
 from abc import abstractmethod
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, get_args
 
 import attrs
 
@@ -16,6 +16,7 @@ from forge_plugins_hf.config_json import part_of
 from forge_plugins_hf.weight_layout import Recipe, WeightLayout
 from forge_plugins_vlm.config import VisionLanguageConfig, image_sources
 from forge_plugins_vlm.encoders.vision_folder import PREPROCESSOR, Normalisation, read_normalisation
+from forge_plugins_vlm.images.config import Resample
 from forge_plugins_vlm.layouts.decoder import FAMILIES, decoder_from_hf, decoder_names, decoder_to_hf
 
 if TYPE_CHECKING:
@@ -135,6 +136,12 @@ class VisionLanguageLayout(WeightLayout):
             **self.pictures(config_json, table),
             **({} if found is None else {"placeholder": found}),
         }
+
+    def data_beside(self, data: Table, folder: Path) -> Table:
+        processor = data["processor"]
+        usual = Normalisation((0.0,) * 3, (1.0,) * 3, processor.get("resample", "bicubic"))
+        found = read_normalisation(folder, usual).resample
+        return {**data, "processor": {**processor, "resample": found}} if found in get_args(Resample) else data
 
     def in_memory(self, name: str) -> str:
         return _renamed(name, self.remembered)

@@ -74,7 +74,7 @@ def to_forge(
         )
     tokenizer = choose_tokenizer(folder, config, table["vocab_size"])
     kept = folder if config_only else out / CHECKPOINT / "tokenizer"
-    data = layout.data_table(config, token_ids(folder / FILE))
+    data = layout.data_beside(layout.data_table(config, token_ids(folder / FILE)), folder)
     try:
         job = _job(table, data, tokenizer, kept / FILE, out, installed, is_pure=dtype == torch.bfloat16)
     except ConfigError as error:  # which begins with a file and a line that the user has never seen

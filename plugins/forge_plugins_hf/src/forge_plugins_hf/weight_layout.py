@@ -134,6 +134,14 @@ class WeightLayout(ABC):
         """
         return {"name": "text_files"}
 
+    def data_beside(self, data: dict[str, Any], folder: Path) -> dict[str, Any]:
+        """Give keys of ``[data]`` what files beside ``config.json`` say, such as how images are resized.
+
+        Args:
+            data: as ``data_table`` makes them.
+        """
+        return data
+
     def with_data(self, config_json: dict[str, Any], data: Any, tokens: Mapping[str, int]) -> dict[str, Any]:
         """Give ``config.json`` what the data of a run say, such as which token stands for an image.
 
