@@ -55,9 +55,10 @@ class FullyShard:
         whole = context.mesh.device_mesh
         mesh = _with_copies(whole, sharding_mesh(whole))
         experts = context.mesh.experts
+        names = {id(parameter): canonical_name(name) for name, parameter in model.named_parameters()}
         options: dict[str, Any] = {
             "mesh": mesh,
-            "shard_placement_fn": _placements(mesh, experts and _with_copies(whole, experts["expert_dp"])),
+            "shard_placement_fn": _placements(names, mesh, experts and _with_copies(whole, experts["expert_dp"])),
             "mp_policy": policy,
             "offload_policy": self._offload_policy(context.device),
         }
@@ -162,7 +163,9 @@ def _free_after_last_microbatch(model: Any) -> None:
     model.set_requires_gradient_sync = set_requires_gradient_sync
 
 
-def _placements(mesh: DeviceMesh, expert_mesh: DeviceMesh | None) -> Callable[[nn.Parameter], Any]:
+def _placements(
+    names: Mapping[int, str], mesh: DeviceMesh, expert_mesh: DeviceMesh | None
+) -> Callable[[nn.Parameter], Any]:
     """Where FSDP is to shard a parameter: over ``mesh``, or over ``expert_mesh`` if expert parallelism has shared out
     its experts over the other ranks.
 
@@ -170,7 +173,7 @@ def _placements(mesh: DeviceMesh, expert_mesh: DeviceMesh | None) -> Callable[[n
         ConfigError: torch is too old to shard parameters of one unit over several meshes.
     """
     if expert_mesh is None:
-        return lambda parameter: _placement(parameter, mesh.size(mesh.ndim - 1))
+        return lambda parameter: _placement(parameter, mesh.size(mesh.ndim - 1), names[id(parameter)])
     try:
         from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
     except ImportError as error:
@@ -183,14 +186,14 @@ def _placements(mesh: DeviceMesh, expert_mesh: DeviceMesh | None) -> Callable[[n
 
     def placement(parameter: nn.Parameter) -> Any:
         if isinstance(parameter, DTensor) and "ep" in (parameter.device_mesh.mesh_dim_names or ()):
-            place = _placement(parameter, expert_mesh.size(expert_mesh.ndim - 1))
+            place = _placement(parameter, expert_mesh.size(expert_mesh.ndim - 1), names[id(parameter)])
             return ShardPlacementResult(place, info)
-        return _placement(parameter, mesh.size(mesh.ndim - 1))
+        return _placement(parameter, mesh.size(mesh.ndim - 1), names[id(parameter)])
 
     return placement
 
 
-def _placement(parameter: nn.Parameter, ranks: int) -> Shard | None:
+def _placement(parameter: nn.Parameter, ranks: int, name: str = "a parameter") -> Shard | None:
     """Along the first dimension; along the next one where that has been cut into parts that are not even in their
     turn, as a ``DTensor`` could not say where they belong, or is that of a stack with fewer layers than ranks.
 
@@ -211,7 +214,7 @@ def _placement(parameter: nn.Parameter, ranks: int) -> Shard | None:
     if parts[0] == 1:
         return None
     raise ConfigError(
-        f"a parameter of shape {tuple(parameter.shape)}, cut into {' × '.join(map(str, parts))} parts by "
+        f"{name}, of the shape {tuple(parameter.shape)}, cut into {' × '.join(map(str, parts))} parts by "
         f"tensor or expert parallelism, has no dimension that {ranks} ranks could share evenly; change parallel.tp, ep "
         "or dp_shard"
     )
