@@ -120,6 +120,16 @@ def test_products_by_groups_are_planned_for_a_gpu_that_has_a_kernel_for_them(alo
     assert kept["a100-80"] > 1.2 * kept["h100"]
 
 
+def test_a_mixture_has_the_vocabulary_of_its_sources(alone, planned):
+    """It was asked for by --vocab-size."""
+    made = "{name='a', weight=1, source={name='synthetic', vocab_size=300}}"
+    text = "{name='b', weight=1, source={name='text_files', path='x'}}"
+
+    plan = planned("--world-size", "1", f"data={{name='mixture', sources=[{made}, {text}]}}")
+
+    assert plan["vocab_size"] == 300
+
+
 def test_a_thousand_ranks_are_planned_in_one_process(alone, planned):
     plan = planned("--world-size", "1024", "parallel.dp_replicate=8", "--gpu", "h200")
 
@@ -260,6 +270,10 @@ def test_the_text_names_passes_stages_and_whether_it_fits(plan):
         (["--world-size", "1", "--gpu", "h20"], "Did you mean h200?"),
         (["--world-size", "1", "--gpu", "a100"], "Did you mean a100-40 or a100-80?"),
         (["--world-size", "1", "data.name=token_files", "data.path=x"], "say --vocab-size N, or set model.vocab_size"),
+        (
+            ["--world-size", "6", "parallel.ep=2", "model.num_experts=4", "model.moe={hidden_dim=16}"],
+            "blocks.0.feed_forward.experts.gate, of the shape (4, 16, 64), cut into 2 × 1 × 1 parts by",
+        ),
         (
             ["--world-size", "2", "parallel.passes.fsdp.cpu_offload=true"],
             "a step of rank 0 cannot be simulated: parameters and optimizer are in the host's memory",

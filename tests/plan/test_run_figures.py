@@ -2,6 +2,7 @@
 
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
 
@@ -153,3 +154,14 @@ def test_a_directory_without_a_runs_figures_is_refused(run, capfd, file, content
     said = capfd.readouterr().err
     assert str(run) in said
     assert sentence in said
+
+
+def test_the_vocabulary_of_data_that_do_not_say_it_is_that_of_the_run_s_checkpoint(run, capfd, monkeypatch):
+    """It was asked for by --vocab-size."""
+    (run / "job.toml").write_text(JOB.replace("vocab_size = 100\n", ""))
+    kept = SimpleNamespace(state=lambda: {"vocab_size": 77})
+    monkeypatch.setattr("forge_core.checkpoint.store.find_checkpoint", lambda path, report: kept)
+
+    assert main(["plan", str(run), "--json"]) == 0
+
+    assert json.loads(capfd.readouterr().out)["vocab_size"] == 77

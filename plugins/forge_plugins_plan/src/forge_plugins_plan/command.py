@@ -95,6 +95,7 @@ def plan(
         from forge_plugins_plan.report import make_plan
         from forge_plugins_plan.simulation import without_collections
 
+    vocab_size = vocab_size or _vocabulary_of_run(config.parent, run)
     figures = _figures(ettr, step_seconds, assume)
     _refuse_idle(calibrate, out, calibration)
     planned_gpu = gpu_named(gpu) if gpu is not None else None
@@ -162,6 +163,19 @@ def _job_and_ranks(
             "--world-size N is needed: the number of ranks of the run, which a run's directory says itself"
         )
     return config, world_size, None
+
+
+def _vocabulary_of_run(folder: Path, run: RunFigures | None) -> int | None:
+    """That of its newest checkpoint, if it has one."""
+    from forge_core.checkpoint.store import find_checkpoint
+
+    if run is None:
+        return None
+    try:
+        found: int = find_checkpoint(folder, lambda line: None).state()["vocab_size"]
+    except ConfigError:
+        return None
+    return found
 
 
 def _echo(

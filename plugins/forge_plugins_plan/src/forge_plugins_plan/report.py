@@ -401,12 +401,21 @@ def vocabulary_of(job: Job, build: ComponentBuilder, given: int | None) -> int:
     if configured is None:
         configured = given
     if configured is None:
-        configured = getattr(job.data.config, "vocab_size", None)
-    tokenizer = getattr(job.data.config, "tokenizer", None)
-    if configured is None and isinstance(tokenizer, ComponentRef) and tokenizer.kind == "tokenizer":
-        configured = build(tokenizer, base=Path()).vocab_size
+        configured = _vocabulary_of_data(job.data.config, build)
     if configured is None:
         raise ConfigError(
             "the vocabulary is not known without opening the data; say --vocab-size N, or set model.vocab_size"
         )
     return configured
+
+
+def _vocabulary_of_data(config: Any, build: ComponentBuilder) -> int | None:
+    """What the keys say, or those of a mixture's sources."""
+    if sources := getattr(config, "sources", ()):
+        found = [_vocabulary_of_data(one.source.config, build) for one in sources]
+        return None if None in found else max(one for one in found if one is not None)
+    said: int | None = getattr(config, "vocab_size", None)
+    tokenizer = getattr(config, "tokenizer", None)
+    if said is None and isinstance(tokenizer, ComponentRef) and tokenizer.kind == "tokenizer":
+        said = build(tokenizer, base=Path()).vocab_size
+    return said
