@@ -61,3 +61,15 @@ def test_what_cannot_be_predicted_is_refused(tiny, keys, sentence):
         load_job(tiny.config, [f"model.multi_token={keys}"], catalog=discover(), world_size=1)
 
     assert sentence in str(refused.value)
+
+
+def test_weights_of_sources_are_refused_at_validation(tiny):
+    """The run refused them, when it had opened its data."""
+    sources = "[{name='a', weight=1, loss_weight=0.5, source={name='synthetic'}}]"
+    with pytest.raises(ConfigProblems, match=r"model\.multi_token: .* a source of data has loss_weight = 0\.5"):
+        load_job(
+            tiny.config,
+            ["model.multi_token={depths=1}", f"data={{name='mixture', sources={sources}}}"],
+            catalog=discover(),
+            world_size=1,
+        )

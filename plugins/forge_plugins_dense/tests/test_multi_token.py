@@ -272,6 +272,7 @@ def test_more_depths_than_a_sequence_has_tokens_are_refused(tiny_config):
         train=SimpleNamespace(seq_len=8),
         parallel=SimpleNamespace(tp=1, pp=1),
         run=SimpleNamespace(device="cpu"),
+        data=SimpleNamespace(config=SimpleNamespace()),
         parametrization=None,
     )
 

@@ -466,6 +466,8 @@ class TransformerConfig:
         if self.n_predictors >= job.train.seq_len:
             reach = f"no token is {self.n_predictors} ahead of another in train.seq_len = {job.train.seq_len}"
             yield "multi_token.depths", reach
+        if self.n_predictors:
+            yield from _weights_of_targets_ahead(job)
         tp = job.parallel.tp
         if self.n_heads % tp:
             yield "n_heads", f"{self.n_heads} heads cannot be shared out evenly to parallel.tp = {tp} ranks"
@@ -488,3 +490,10 @@ class TransformerConfig:
         if cp > 1 and job.run.device == "cuda":
             sentence = f"parallel.cp = {cp} on CUDA keeps no weights that could be dropped"
             yield "attention_dropout", f"{sentence}; set it to 0, or parallel.cp = 1"
+
+
+def _weights_of_targets_ahead(job: Job) -> Iterator[tuple[str, str]]:
+    weights = [getattr(one, "loss_weight", 1.0) for one in getattr(job.data.config, "sources", ())]
+    if unequal := [weight for weight in weights if weight != 1]:
+        sentence = f"targets of tokens ahead have no weights, and a source of data has loss_weight = {unequal[0]:g}"
+        yield "multi_token", f"{sentence}; remove one of the two"
