@@ -60,6 +60,11 @@ def refused():
         ),
         (
             "joint_decoder",
+            ["evaluations.0.max_new_tokens=24"],
+            "evaluations[0].max_new_tokens: 24 leave no room for a question in train.seq_len = 24; lower it",
+        ),
+        (
+            "joint_decoder",
             ["data.processor.size=48"],
             "data.processor gives tiles of 48 × 48 pixels: ",
         ),

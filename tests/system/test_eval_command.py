@@ -16,6 +16,7 @@ from forge_core.cli import main
 from forge_core.registry.discovery import discover
 from forge_plugins_data.token_format import read_header
 from forge_plugins_inference.checkpoint_job import CheckpointJob
+from forge_plugins_inference.config import ExactMatchConfig
 from forge_plugins_inference.generate_in_layout import generate_in_layout
 from forge_plugins_inference.generation import generate
 from forge_plugins_weights.loading import load_model, opened
@@ -326,3 +327,11 @@ def test_questions_that_cannot_be_asked_are_refused_by_line(shared_tiny, runs, c
 
     assert main(["eval", str(shared_tiny.path("plain")), *asked(file)]) == 2
     assert sentence in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("tokens", "refused"), [(31, []), (32, ["max_new_tokens"])])
+def test_answers_as_long_as_a_sequence_are_refused_at_validation(tokens, refused):
+    """The run refused them, when it had read its questions."""
+    config = ExactMatchConfig(path="questions.jsonl", max_new_tokens=tokens)
+
+    assert [key for key, _ in config.check(SimpleNamespace(train=SimpleNamespace(seq_len=32)))] == refused

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import attrs
 from attrs.validators import ge, min_len, optional
@@ -12,6 +13,9 @@ from forge_core.contracts.evaluation import EvaluationConfig
 from forge_plugins_vlm.contracts.image_processor import ImageProcessorConfig
 from forge_plugins_vlm.contracts.vision_encoder import Grid
 from forge_plugins_vlm.data.config import from_one
+
+if TYPE_CHECKING:
+    from forge_core.config.sections import Job
 
 Measure = Literal["cider", "exact_match", "vqa_accuracy", "yes_no_f1"]
 
@@ -39,6 +43,12 @@ class ImageAnswersConfig(EvaluationConfig):
     """The longest answer."""
     shown: int = attrs.field(default=0, validator=ge(0))
     """How many questions are printed with their answers each time."""
+
+    def check(self, job: Job) -> Iterator[tuple[str, str]]:
+        """Answers that leave no room for a question."""
+        if self.max_new_tokens >= job.train.seq_len:
+            sentence = f"{self.max_new_tokens} leave no room for a question in train.seq_len = {job.train.seq_len}"
+            yield "max_new_tokens", f"{sentence}; lower it"
 
 
 @attrs.frozen(kw_only=True)

@@ -26,7 +26,7 @@ class ImageAnswers(Evaluation):
         self, config: ImageAnswersConfig, /, *, open_data: OpenData, tokenizer: Tokenizer | None, seq_len: int
     ) -> None:
         if tokenizer is None:
-            raise ConfigError("the training data have no tokenizer, so that no answer can be read")
+            raise ConfigError("answers about images: the training data have no tokenizer, so that none can be read")
         self._config = config
         self._source = open_data(config.data, "data")
         sources = [*_sources_in(self._source)]
@@ -36,8 +36,8 @@ class ImageAnswers(Evaluation):
         longest = max(len(one.prompt) for one in self._questions.questions)
         if longest + config.max_new_tokens > seq_len:
             raise ConfigError(
-                f"a prompt has {longest} tokens, and {config.max_new_tokens} new ones (max_new_tokens) are more than "
-                f"train.seq_len, {seq_len}"
+                f"answers about images: a prompt has {longest} tokens, and {config.max_new_tokens} new ones "
+                f"(max_new_tokens) are more than train.seq_len, {seq_len}"
             )
 
     def run(self, context: EvaluationContext) -> Mapping[str, float]:

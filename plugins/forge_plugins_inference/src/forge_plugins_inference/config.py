@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated
 
 import attrs
 
 from forge_core.api import ComponentRef, Slot
 from forge_core.contracts.evaluation import EvaluationConfig
+
+if TYPE_CHECKING:
+    from forge_core.config.sections import Job
 
 
 @attrs.frozen(kw_only=True)
@@ -48,3 +52,9 @@ class ExactMatchConfig(EvaluationConfig):
     """How many questions, from the first; 0 takes all."""
     shown: int = attrs.field(default=0, validator=attrs.validators.ge(0))
     """How many questions are printed with their answers each time."""
+
+    def check(self, job: Job) -> Iterator[tuple[str, str]]:
+        """Answers that leave no room for a question."""
+        if self.max_new_tokens >= job.train.seq_len:
+            sentence = f"{self.max_new_tokens} leave no room for a question in train.seq_len = {job.train.seq_len}"
+            yield "max_new_tokens", f"{sentence}; lower it"
