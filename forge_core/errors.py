@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from enum import IntEnum
 
 
@@ -76,6 +77,32 @@ class SaveError(ForgeError):
 
 class MirrorError(ForgeError):
     """The mirror of a run's checkpoints cannot be reached, read or written. Starting again later may help."""
+
+
+@contextmanager
+def noting(note: str, *, ours: bool = False) -> Iterator[None]:
+    """Add a note to what a component raises, which names it.
+
+    Args:
+        ours: also to a ``ForgeError``, most of which say themselves whom they are about.
+    """
+    try:
+        yield
+    except Exception as error:
+        if ours or not isinstance(error, ForgeError):
+            error.add_note(note)
+        raise
+
+
+@contextmanager
+def retelling(tell: Callable[[str], ForgeError]) -> Iterator[None]:
+    """Raise in place of what a component raises the error that ``tell`` makes of its words; a ``ForgeError`` stays."""
+    try:
+        yield
+    except ForgeError:
+        raise
+    except Exception as error:
+        raise tell(f"{type(error).__name__}: {error}") from error
 
 
 def with_article(words: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -11,7 +12,7 @@ import torch
 from forge_core.checkpoint.compatibility import installed
 from forge_core.contracts.callback import Callback
 from forge_core.contracts.tracker import Tracker
-from forge_core.errors import ForgeError, PluginError
+from forge_core.errors import PluginError, retelling
 
 Stateful = Callback | Tracker
 S = TypeVar("S")
@@ -31,6 +32,8 @@ def state_entry(namespace: str, one: Stateful) -> dict[str, Any]:
     state = one.state()
     if not state:
         return {}
+    if not isinstance(state, Mapping):
+        raise PluginError(f"{namespace}: its state is a {type(state).__name__}, which must be a dictionary")
     _refuse_strangers(state, f"{namespace}: its state")
     return {"version": one.state_version, "state": dict(state)}
 
@@ -67,20 +70,16 @@ def load_states(
     for namespace, one in by_namespace(named):
         entry = remaining.pop(namespace, None)
         if entry is not None:
-            try:
+            tell = partial(_not_taken, namespace, entry["version"], one.state_version, versions or {})
+            with retelling(tell):
                 one.load_state(entry["state"], entry["version"])
-            except ForgeError:
-                raise
-            except Exception as error:
-                why = _not_taken(namespace, entry["version"], one.state_version, versions or {}, error)
-                raise PluginError(why) from error
     return sorted(remaining)
 
 
-def _not_taken(namespace: str, then: int, now: int, versions: Mapping[str, str], error: Exception) -> str:
+def _not_taken(namespace: str, then: int, now: int, versions: Mapping[str, str], why: str) -> PluginError:
     distribution = namespace.split(".")[1] if namespace.startswith("plugin.") else namespace
-    return (
-        f"{namespace} does not take the state of the checkpoint ({type(error).__name__}: {error}). It was saved with "
+    return PluginError(
+        f"{namespace} does not take the state of the checkpoint ({why}). It was saved with "
         f"{distribution} {versions.get(distribution, 'of an unknown version')} (state_version {then}); here is "
         f"{installed(distribution) or 'none'} (state_version {now}). Install the earlier version to go on. If both are "
         f"the same, it is a bug in {distribution}: load_state has to take what earlier versions have saved."

@@ -13,7 +13,7 @@ from forge_core.config.builder import ComponentBuilder
 from forge_core.contracts.checkpoint_mirror import CheckpointMirror, MirrorContext, MirrorStart
 from forge_core.contracts.component_ref import ComponentRef
 from forge_core.distributed.collective_errors import run_on_all_ranks
-from forge_core.errors import ForgeError, LeaseLostError, MirrorError
+from forge_core.errors import ForgeError, LeaseLostError, MirrorError, retelling
 
 if TYPE_CHECKING:
     from forge_core.checkpoint.saver import Snapshot
@@ -210,11 +210,5 @@ def mirror_of(use: ComponentRef, context: MirrorContext, build: ComponentBuilder
 
 def _named(what: str, provider: str, work: Callable[[], T]) -> T:
     """Do ``work``. Errors that are none of Forge's become a sentence that names the component."""
-    try:
+    with retelling(lambda why: MirrorError(f"checkpoint.mirror: {what}: {why}. This is a bug in {provider}.")):
         return work()
-    except ForgeError:
-        raise
-    except Exception as error:
-        raise MirrorError(
-            f"checkpoint.mirror: {what}: {type(error).__name__}: {error}. This is a bug in {provider}."
-        ) from error

@@ -11,7 +11,7 @@ from torch import nn
 
 from forge_core.contracts.model import canonical_name
 from forge_core.contracts.state import StateChanges
-from forge_core.errors import ForgeError, PluginError
+from forge_core.errors import PluginError, retelling
 
 
 @attrs.frozen(kw_only=True)
@@ -116,14 +116,8 @@ def _versioned(parts: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module, int
 def _asked(one: Any, then: int, now: int, what: str) -> Any:
     name = f"{type(one).__module__}.{type(one).__qualname__}"
     versions = f"{what} ({name}) was saved with state_version {then}, and has {now} here"
+    go_on = "Install the version that saved it to go on."
     if not hasattr(one, "load_state"):
-        raise PluginError(f"{versions}; no load_state takes it. Install the version that saved it to go on.")
-    try:
+        raise PluginError(f"{versions}; no load_state takes it. {go_on}")
+    with retelling(lambda why: PluginError(f"{versions}; its load_state does not take it ({why}). {go_on}")):
         return one.load_state(then)
-    except ForgeError:
-        raise
-    except Exception as error:
-        raise PluginError(
-            f"{versions}; its load_state does not take it ({type(error).__name__}: {error}). Install the version that "
-            "saved it to go on."
-        ) from error

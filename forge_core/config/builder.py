@@ -14,7 +14,7 @@ from forge_core.config.converter import config_class, structure
 from forge_core.config.problems import ConfigProblems, InvalidError
 from forge_core.config.unstructure import plain
 from forge_core.contracts.component_ref import ComponentRef
-from forge_core.errors import ForgeError, PluginError
+from forge_core.errors import PluginError, noting
 from forge_core.registry.catalog import Catalog
 from forge_core.registry.component import Slot, kind_words
 from forge_core.registry.imports import load_reference
@@ -35,13 +35,8 @@ class ComponentBuilder:
         positional = [use.config] if use.takes is None else []
         given = self._wanted(use, factory, {"build": self, **given})
         self._refuse_signature(use, factory, positional, given)
-        try:
-            with output_of(use.provider):
-                built = factory(*positional, **given)
-        except Exception as error:
-            if not isinstance(error, ForgeError):
-                error.add_note(f"raised by the factory of {self.words_for(use)}")
-            raise
+        with noting(f"raised by the factory of {self.words_for(use)}"), output_of(use.provider):
+            built = factory(*positional, **given)
         self._refuse_result(use, built)
         if use.kind == "data_source" and not hasattr(built, "fingerprint"):
             built.fingerprint = fingerprint_of(use.config, given)

@@ -235,7 +235,7 @@ def _bool(value: Any, _: Any) -> bool:
 def _int(value: Any, _: Any) -> int:
     if isinstance(value, int) and not isinstance(value, bool):
         if not -(2**63) <= value < 2**63:
-            why = f"expected an integer of at most 64 bits, got one of {value.bit_length()}"
+            why = f"expected an integer of at most 64 bits, got one of {value.bit_length() + 1}"
             raise InvalidError.because(why, minimum=-(2**63), maximum=2**63 - 1)
         return value
     hint = f" (write {int(value)})" if isinstance(value, float) and value.is_integer() else ""

@@ -30,8 +30,9 @@ class DataSourceConfig:
     """Visit the samples of each epoch in a pseudo-random order that depends on the seed and the epoch alone."""
     workers: int = attrs.field(default=1, validator=attrs.validators.ge(0))
     """Background threads that read ahead; 0 reads in the training thread. The stream is the same for any number."""
-    prefetch: int = attrs.field(default=4, validator=attrs.validators.ge(1))
-    """Microbatches to read ahead, over all workers."""
+    prefetch: int = attrs.field(default=4, validator=[attrs.validators.ge(1), attrs.validators.le(2**16)])
+    """Microbatches to read ahead, over all workers. Each rank keeps so many in memory, and reads them before the first
+    step."""
 
     def missing(self) -> Iterable[str]:
         """A sentence for each thing that the data need and this machine does not have; a run may start elsewhere."""

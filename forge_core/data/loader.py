@@ -15,7 +15,7 @@ from forge_core.contracts.data_source import DataSource, PositionedSource
 from forge_core.contracts.loss import IGNORED
 from forge_core.data.counts import counted_entry, with_counts
 from forge_core.data.stream import SampleStream
-from forge_core.errors import ConfigError, ForgeError
+from forge_core.errors import ConfigError, noting
 
 Batch = dict[str, torch.Tensor]
 """The arrays of ``DataSource.read`` as CPU tensors with ``batch_size`` rows."""
@@ -84,8 +84,7 @@ class BatchLoader(AbstractContextManager["BatchLoader"]):
         """Return the next step's microbatches.
 
         Raises:
-            RuntimeError: the source failed, also in a background thread; the source's own error is the cause. Errors
-                that are meant for the user (``ForgeError``) arrive as they are. The loader is closed.
+            Exception: the source failed, also in a background thread; a note says where it read. The loader is closed.
         """
         if self._closed:
             raise RuntimeError("the batch loader is closed")
@@ -187,30 +186,23 @@ class BatchLoader(AbstractContextManager["BatchLoader"]):
         return positions
 
     def _read(self, positions: np.ndarray) -> Batch:
-        try:
+        with noting(f"raised while the samples at positions {positions[0]} to {positions[-1]} were read"):
             batch = _tensors(self.stream.read(positions))
             _refuse_samples(batch, positions, self.stream.source.vocab_size)
-        except ForgeError:
-            raise
-        except Exception as error:
-            raise RuntimeError(
-                f"reading the samples at positions {positions[0]} to {positions[-1]} failed: "
-                f"{type(error).__name__}: {error}"
-            ) from error
         return {name: tensor.pin_memory() for name, tensor in batch.items()} if self._pin_memory else batch
 
 
 def _refuse_samples(batch: Batch, positions: np.ndarray, vocab_size: int) -> None:
     """
     Raises:
-        ConfigError: there are other samples than asked for, or one has an id that is none, or a weight that is
-            negative, infinite, NaN or no fp32.
+        ConfigError: there are other samples than asked for, or ids are no int64; or one has an id that is none, or a
+            weight that is negative, infinite, NaN or no fp32.
     """
     tokens, targets, weights = batch["tokens"], batch["targets"], batch.get("weights")
     if len(tokens) != len(positions) or targets.shape != tokens.shape:
         found = f"tokens {tuple(tokens.shape)} and targets {tuple(targets.shape)}"
         raise ConfigError(f"data: {len(positions)} samples were asked for, and what came has {found}")
-    if tokens.is_floating_point() or targets.is_floating_point():
+    if not tokens.dtype == targets.dtype == torch.int64:
         raise ConfigError(f"data: tokens and targets must be int64, and are {tokens.dtype} and {targets.dtype}")
     if weights is not None and weights.dtype != torch.float32:
         raise ConfigError(f"data: weights of targets must be float32, and are {weights.dtype}")

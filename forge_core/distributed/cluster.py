@@ -6,7 +6,7 @@ from collections.abc import Mapping, MutableMapping
 
 from forge_core.config.builder import ComponentBuilder
 from forge_core.contracts.cluster_environment import NO_CLUSTER, ClusterEnvironment
-from forge_core.errors import ConfigError, ForgeError, PluginError
+from forge_core.errors import ConfigError, PluginError, retelling
 from forge_core.registry.catalog import Catalog, CatalogEntry
 from forge_core.registry.suggestions import missing_cluster
 
@@ -38,15 +38,10 @@ def find_cluster(catalog: Catalog, environment: Mapping[str, str]) -> ClusterEnv
 
 
 def _detects(cluster: ClusterEnvironment, environment: Mapping[str, str], provided: CatalogEntry) -> bool:
-    try:
+    words, owner = f"the cluster environment '{provided.component.name}'", provided.plugin
+    bug = f"This is a bug in {owner.distribution}."
+    with retelling(lambda why: PluginError(f"{words} of {owner} fails in detect: {why}. {bug}")):
         return cluster.detect(environment)
-    except ForgeError:
-        raise
-    except Exception as error:
-        raise PluginError(
-            f"the cluster environment '{provided.component.name}' of {provided.plugin} fails in detect: "
-            f"{type(error).__name__}: {error}. This is a bug in {provided.plugin.distribution}."
-        ) from error
 
 
 def note_job(cluster: ClusterEnvironment, environment: MutableMapping[str, str]) -> None:

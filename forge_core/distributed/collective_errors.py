@@ -32,12 +32,9 @@ def run_on_all_ranks(work: Callable[[], T], group: dist.ProcessGroup | None = No
         return work()
     try:
         done = work()
-    except ForgeError as error:
-        if not _is_on_all_ranks(error):
-            _tell(error, group)
-        raise
     except Exception as error:
-        _tell(_unforeseen(error), group)
+        if not _is_on_all_ranks(error):
+            _tell(_for_others(error), group)
         raise
     _tell(None, group)
     return done
@@ -99,11 +96,8 @@ def run_on_rank0(work: Callable[[], T]) -> T:
     if dist.get_rank() == 0:
         try:
             outcome = [(work(), None, "")]
-        except ForgeError as error:
-            refusal = error
-        except Exception as caught:  # noqa: BLE001 - the others wait to be told
-            refusal = _unforeseen(caught)
-        if refusal is not None:
+        except Exception as error:  # noqa: BLE001 - the others wait to be told
+            refusal = _for_others(error)
             outcome = [(None, refusal.exit_code, type(refusal).__name__)]
     dist.broadcast_object_list(outcome, src=0)
     value, code, name = outcome[0]
@@ -159,8 +153,11 @@ def _class_named(name: str) -> type[ForgeError]:
     return kind
 
 
-def _unforeseen(cause: Exception) -> ForgeError:
-    error = ForgeError(f"{type(cause).__name__}: {cause}")
+def _for_others(cause: Exception) -> ForgeError:
+    """The error itself, if it is meant for the user; else one that says it, with its notes."""
+    if isinstance(cause, ForgeError):
+        return cause
+    error = ForgeError("\n".join((f"{type(cause).__name__}: {cause}", *getattr(cause, "__notes__", ()))))
     error.__cause__ = cause
     return error
 

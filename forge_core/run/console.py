@@ -36,7 +36,7 @@ class Console(Callback):
     def step_logged(self, run: RunContext, step: int, metrics: Mapping[str, float]) -> None:
         parts = [
             f"step {step}/{run.total_steps}",
-            f"loss {metrics['loss']:.4f}",
+            f"loss {metrics['loss']:.4f}" if metrics.get("targets", 1) else "no targets to learn from",
             f"grad_norm {metrics['grad_norm']:.3f}",
             f"lr {metrics['lr']:.2e}",
             f"{metrics['tokens_per_second']:,.0f} tokens/s",

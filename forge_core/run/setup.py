@@ -29,6 +29,7 @@ from forge_core.distributed.collective_errors import run_on_all_ranks, run_on_ra
 from forge_core.distributed.mesh import Mesh, build_mesh
 from forge_core.distributed.observers import installed_observers
 from forge_core.distributed.timeouts import Timeouts
+from forge_core.errors import noting
 from forge_core.job import adding_passes, check_device, sort_passes
 from forge_core.registry.catalog import Catalog
 from forge_core.run.console import Console
@@ -169,6 +170,9 @@ def prepare(begun: Begun) -> RunSetup:
     refuse_unfit_replications(callbacks, source)
     installed = installed_observers(catalog)
     observers = [(f"observer {use.qualified_name}", build(use, catalog=catalog)) for use in installed]
+    loader = _loader(job, source, begun)
+    with noting(f"raised by {build.words_for(job.data)}"):
+        entries = {**entries_of(source), **evaluated.entries}
     is_supervised = mesh.world_size > 1 or job.run.supervisor is not None
     named = zip(map(build.words_for, job.callbacks), (callback for _, callback in callbacks), strict=True)
     for line in mistaken_events(named):
@@ -178,11 +182,11 @@ def prepare(begun: Begun) -> RunSetup:
         build=build,
         passes=sort_passes(job, catalog),
         source=source,
-        loader=_loader(job, source, begun),
+        loader=loader,
         validation=validation,
         evaluations=evaluations,
         evaluated=evaluated.opened,
-        entries={**entries_of(source), **evaluated.entries},
+        entries=entries,
         vocab_size=choose_vocab_size(job, source),
         schedule=CheckedSchedule(
             build(job.scheduler, total_steps=job.train.steps, tokens_per_step=_tokens_per_step(job)),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
+from numbers import Real
 from types import MappingProxyType
 from typing import Any
 
@@ -24,7 +25,7 @@ from forge_core.contracts.model import ParameterRole, canonical_name
 from forge_core.contracts.optimizer import NamedParameter
 from forge_core.contracts.parallel_pass import ParallelPass, PassContext, SplitPass
 from forge_core.contracts.phase_plan import KnownParameters, PhasePlan
-from forge_core.errors import ConfigError, PluginError, and_more
+from forge_core.errors import ConfigError, PluginError, and_more, noting
 from forge_core.ops.auxiliary_loss import LEDGER
 from forge_core.ops.partial_gradients import PartialGradients
 from forge_core.ops.sequence_sum import share_out_positions
@@ -132,7 +133,8 @@ def build_model(
             cut, touched = one.split(model, context)
             parts = list(cut)
         else:
-            parts, touched = _apply(one, parts, context)
+            with noting(f"raised by {build.words_for(use)}"):
+                parts, touched = _apply(one, parts, context)
         _refuse_renaming(known, _all_names(parts), is_split=split is one, words=build.words_for(use))
         if not touched and split in (None, one):  # one pipeline stage may have nothing that another has
             raise ConfigError(f"parallel.passes.{use.name}: it found nothing to do on this model; take it out")
@@ -335,7 +337,7 @@ def build_optimizer(job: Job, model: BuiltModel, build: ComponentBuilder) -> tor
 
     Raises:
         ConfigError: the job's parametrization has no rule for it.
-        PluginError: it does not take each of them exactly once.
+        PluginError: it does not take each of them exactly once, or cannot be asked for a step.
     """
     trainable = {name: p for name, p in model.parameters.items() if p.requires_grad}
     elsewhere = frozenset(model.roles.keys() - model.parameters.keys() - model.known.fixed)
@@ -346,12 +348,17 @@ def build_optimizer(job: Job, model: BuiltModel, build: ComponentBuilder) -> tor
             for name, p in trainable.items()
         ],
     )
-    taken = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+    groups = getattr(optimizer, "param_groups", ())
+    taken = [id(parameter) for group in groups for parameter in group["params"]]
+    problem = ""
     if sorted(taken) != sorted(id(parameter) for parameter in trainable.values()):
-        raise PluginError(
-            f"optimizer {job.optimizer.qualified_name} holds {len(taken)} parameters of {len(trainable)}; it must take "
-            "each exactly once. This is a bug in the optimizer."
-        )
+        problem = f"holds {len(taken)} parameters of {len(trainable)}; it must take each exactly once"
+    elif not all(isinstance(group.get("lr"), Real | torch.Tensor) for group in groups):
+        problem = "has a group of parameters whose 'lr' is no number; each has its learning rate there"
+    elif inspect.unwrap(type(optimizer).step) is inspect.unwrap(torch.optim.Optimizer.step):
+        problem = "has no step of its own"
+    if problem:
+        raise PluginError(f"{build.words_for(job.optimizer)} {problem}. This is a bug in the optimizer.")
     if model.sized is not None:
         model.sized.scale_rates(optimizer, {parameter: name for name, parameter in trainable.items()})
     return optimizer

@@ -17,7 +17,7 @@ from forge_core.contracts.batch import Entry
 from forge_core.contracts.loss import IGNORED, Loss, LossSum, apply_loss
 from forge_core.contracts.scheduler import Schedule
 from forge_core.distributed.collective_errors import run_on_all_ranks
-from forge_core.errors import ConfigError, PluginError
+from forge_core.errors import ConfigError, PluginError, noting
 
 
 class CheckedLoss:
@@ -89,11 +89,14 @@ class CheckedLoss:
         **taken: torch.Tensor,
     ) -> LossSum:
         loss = partial(self._loss, **taken)
-        # Sums over other entries may be sums over ranks, which all must make; in a graph the host can read nothing.
-        if not torch.compiler.is_compiling() and self.is_watched and not self._taken:
-            # before what is kept for backward takes its memory
-            self._look_into(loss, hidden, head, targets)
-        return self._sum(loss, hidden, head, targets, weights)
+        if torch.compiler.is_compiling():  # in a graph the host can read nothing
+            return self._sum(loss, hidden, head, targets, weights)
+        with noting(f"raised by {self.words}"):
+            # Sums over other entries may be sums over ranks, which all must make.
+            if self.is_watched and not self._taken:
+                # before what is kept for backward takes its memory
+                self._look_into(loss, hidden, head, targets)
+            return self._sum(loss, hidden, head, targets, weights)
 
     def refuse_weights(self) -> None:
         """For data that have weights of targets.
@@ -250,7 +253,8 @@ class CheckedSchedule:
             self(step)
 
     def __call__(self, step: int, /) -> float:
-        multiplier: Any = self._schedule(step)
+        with noting(f"raised by {self._words} at step {step}"):
+            multiplier: Any = self._schedule(step)
         if isinstance(multiplier, bool) or not isinstance(multiplier, Real):
             found = f"a {type(multiplier).__name__}"
         elif not (math.isfinite(multiplier) and float(multiplier) >= 0):

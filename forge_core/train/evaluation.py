@@ -14,7 +14,7 @@ from forge_core.config.sections import Job
 from forge_core.contracts.data_source import DataSource
 from forge_core.contracts.evaluation import Evaluation, EvaluationConfig, OpenData, label_of
 from forge_core.contracts.tokenizer import Tokenizer
-from forge_core.errors import PluginError
+from forge_core.errors import PluginError, noting
 from forge_core.train.metrics import Metrics
 from forge_core.train.model_evaluator import GivenUpError, ModelEvaluator
 from forge_core.train.run import Run
@@ -36,7 +36,8 @@ class NamedEvaluation:
         Raises:
             PluginError: one of them is no number, or is NaN.
         """
-        values = self.evaluation.run(context)
+        with noting(f"raised by {self.words}"):
+            values = self.evaluation.run(context)
         if not isinstance(values, Mapping):
             raise PluginError(f"{self.words} returned a {type(values).__name__}; it must return numbers by name")
         return {f"eval/{self.label}/{name}": self._number(name, value) for name, value in values.items()}

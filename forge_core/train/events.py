@@ -10,7 +10,7 @@ import pluggy
 
 from forge_core.contracts.callback import Callback
 from forge_core.contracts.observer import Observer
-from forge_core.errors import PluginError, nearest
+from forge_core.errors import PluginError, nearest, noting
 
 _NO_EVENTS = ("state", "load_state", "tensors")
 """Methods of a callback that are asked for its state."""
@@ -60,11 +60,8 @@ class Events:
         """Returns what each listener returns. Raises what a callback raises, with a note that names it."""
         answers: list[Any] = []
         for name, function, wanted in self._listeners[event]:
-            try:
+            with noting(f"raised by {name} in {event}", ours=True):
                 answers.append(function(*(given[argument] for argument in wanted)))
-            except Exception as error:
-                error.add_note(f"raised by {name} in {event}")
-                raise
         return answers
 
     def call_failed(self, log: Callable[[str], None], **given: Any) -> None:

@@ -10,6 +10,7 @@ import torch
 from forge_core.contracts.callback import StepContext
 from forge_core.contracts.replication import LiveState
 from forge_core.contracts.scheduler import Schedule
+from forge_core.errors import noting
 from forge_core.ops.auxiliary_loss import LEDGER
 from forge_core.train.build import Built
 from forge_core.train.evaluation import Evaluations
@@ -88,7 +89,8 @@ class Trainer:
         seed, loader = self.run.job.train.seed, self.run.loader
         wants_noise = any("noise" in getattr(part, "needs", ()) for part in self.built.model.parts)
         while self.replicas.begin_step(self.step, self.metrics.sync):
-            step = next(loader)
+            with noting(f"raised by data source {self.run.job.data.qualified_name}", ours=True):
+                step = next(loader)
             yield loader.with_noise(step, seed) if wants_noise else step
         self.saving.save_between_steps(self.step)
 
@@ -148,7 +150,8 @@ class Trainer:
         model, loss_scale = self.built.model, self.guard.loss_scale
         scale, factor = scales.targets, loss_scale.factor
         LEDGER.start_step(scale, self.run.mesh.degrees["tp"], scales.own, scales.tokens, factor)
-        total = model.run(batches, scale if factor is None else scale * factor)
+        with noting(f"raised by model {self.run.job.model.qualified_name}, in forward or backward"):
+            total = model.run(batches, scale if factor is None else scale * factor)
         model.loss.refuse_if_wrong()
         loss_scale.unscale(one.grad for one in self._parameters.values() if one.grad is not None)
         return total
@@ -192,7 +195,8 @@ class Trainer:
             clip_gradients(optimizer, gradients, self.run.job.train.clip_norm)
             optimizer.left_out = left_out  # type: ignore[attr-defined]  # the contract of leaves_out
             optimizer.found_inf = left_out  # type: ignore[attr-defined]  # torch's
-            optimizer.step()
+            with noting(f"raised by optimizer {self.run.job.optimizer.qualified_name}"):
+                optimizer.step()
             self.run.emit("update_end", names=gradients.named)
         optimizer.zero_grad(set_to_none=True)
 

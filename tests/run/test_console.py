@@ -23,3 +23,11 @@ def test_a_step_s_line_ends_with_a_whole_figure_on_a_narrow_terminal(monkeypatch
 
     assert capsys.readouterr().out.strip() == shown
     assert recorded == [WHOLE]
+
+
+def test_a_step_without_targets_is_told(capsys):
+    Console(speaks=True, record=lambda line: None).step_logged(
+        SimpleNamespace(total_steps=9), 7, METRICS | {"loss": 0.0, "targets": 0}
+    )
+
+    assert capsys.readouterr().out.startswith("step 7/9  no targets to learn from  grad_norm")

@@ -22,8 +22,10 @@ OVERRIDES = {
     "an integer beyond 64 bits": (["train.steps=9223372036854775808"], "expected an integer of at most 64 bits"),
     "an integer of many digits": (
         [f"train.steps={'9' * 400}"],
-        "expected an integer of at most 64 bits, got one of 1329",
+        "expected an integer of at most 64 bits, got one of 1330",
     ),
+    "the first integer of 65 bits": (["train.seed=9223372036854775808"], "at most 64 bits, got one of 65"),
+    "more batches read ahead than memory holds": (["data.prefetch=1000000000"], "data.prefetch: must be at most 65536"),
     "a timeout that no clock can hold": (
         ["checkpoint.timeout=1e308"],
         "checkpoint.timeout: must be at most 1000000000, got 1e+308",

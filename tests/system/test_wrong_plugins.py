@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import textwrap
 
 import pytest
 
@@ -40,7 +41,7 @@ PLUGIN = """
 
     @hookimpl
     def forge_data_sources():
-        for name in ("without_tokenizer", "without_read", "without_length"):
+        for name in ("without_tokenizer", "without_read", "without_length", "without_rows"):
             yield Component(name=name, summary="wrong", factory=f"wrong.parts:{name}", config="wrong.config:Samples")
 
     @hookimpl
@@ -243,6 +244,11 @@ PARTS = """
             return super().__getattribute__(name)
 
 
+    class without_rows(without_read):
+        def read(self, indices):
+            raise OSError("no rows")
+
+
     class unlucky(Callback):
         def __init__(self, config, /):
             pass
@@ -330,6 +336,131 @@ def test_a_data_source_that_lacks_a_part_is_refused_before_the_run(run, source, 
 
     assert code == 2
     assert f"error: data source '{source}' of wrong 1.2 has no {lacks}, which it needs. This is a bug in" in text
+
+
+BEGINNERS = """
+    import numpy as np
+    import torch
+    from forge_core.api import component
+    from forge_core.contracts.evaluation import Evaluation
+
+
+    def sgd(parameters, **keys):
+        made = type("Sgd", (torch.optim.Optimizer,), {"step": lambda self: None, **keys.pop("methods", {})})
+        return made([entry.parameter for entry in parameters], keys)
+
+
+    @component("optimizer", summary="wrong")
+    def without_step(*, parameters):
+        return type("Still", (torch.optim.Optimizer,), {})([entry.parameter for entry in parameters], {"lr": 0.1})
+
+
+    @component("optimizer", summary="wrong")
+    def without_rate(*, parameters):
+        return sgd(parameters)
+
+
+    @component("optimizer", summary="wrong")
+    def with_closure(*, parameters):
+        return sgd(parameters, lr=0.1, methods={"step": lambda self, closure: closure()})
+
+
+    @component("scheduler", summary="wrong")
+    def of_two(*, total_steps):
+        return lambda step, epoch: 1.0
+
+
+    @component("loss", summary="wrong")
+    def of_logits():
+        return lambda logits, targets: logits.sum()
+
+
+    class Counting:
+        vocab_size, tokenizer = 256, None
+
+        def __init__(self, read):
+            self.read = read
+
+        def __len__(self):
+            return 64
+
+
+    @component("data_source", summary="wrong")
+    def of_nothing(*, seq_len):
+        return Counting(lambda indices: None)
+
+
+    @component("data_source", summary="wrong")
+    def of_int32(*, seq_len):
+        return Counting(lambda at: dict.fromkeys(("tokens", "targets"), np.zeros((len(at), seq_len), np.int32)))
+
+
+    @component("data_source", summary="wrong")
+    def ends_early(*, seq_len):
+        def read(indices):
+            if len(indices) > 1:
+                raise KeyError("text")
+            return dict.fromkeys(("tokens", "targets"), np.zeros((len(indices), seq_len), np.int64))
+
+        return Counting(read)
+
+
+    @component("parallel_pass", phase="swap", summary="wrong")
+    class GivesNothing:
+        def apply(self, model, context):
+            pass
+
+
+    @component("evaluation", summary="wrong")
+    class Divides(Evaluation):
+        def __init__(self, *, open_data):
+            pass
+
+        def run(self, context):
+            return {"share": 1 / 0}
+"""
+
+
+@pytest.mark.parametrize(
+    ("override", "code", "said"),
+    [
+        (
+            "optimizer={name='without_step'}",
+            2,
+            "error: optimizer 'without_step' of FILE has no step of its own. This is",
+        ),
+        (
+            "optimizer={name='without_rate'}",
+            2,
+            "error: optimizer 'without_rate' of FILE has a group of parameters whose",
+        ),
+        ("optimizer={name='with_closure'}", 1, "'closure'\nraised by optimizer file:beginners.py:with_closure\n"),
+        ("scheduler={name='of_two'}", 1, "'epoch'\nraised by scheduler 'of_two' of FILE at step 1\n"),
+        ("loss={name='of_logits'}", 1, "raised by loss 'of_logits' of FILE\n"),
+        ("data={name='of_nothing'}", 1, "raised by data source 'of_nothing' of FILE\n"),
+        ("data={name='of_int32'}", 2, "raised by data source file:beginners.py:of_int32\n"),
+        (
+            "data={name='ends_early'}",
+            1,
+            "at positions 0 to 3 were read\nraised by data source file:beginners.py:ends_early",
+        ),
+        ("parallel.passes.gives_nothing=true", 1, "raised by parallel pass 'gives_nothing' of FILE\n"),
+        (
+            "evaluations=[{name='divides'}]",
+            1,
+            "ZeroDivisionError: division by zero\nraised by evaluation 'divides' of FILE",
+        ),
+    ],
+)
+def test_the_error_of_a_component_names_it(tiny, capsys, override, code, said):
+    (tiny.folder / "beginners.py").write_text(textwrap.dedent(BEGINNERS))
+    with tiny.config.open("a") as file:
+        file.write('\n[plugins]\nfiles = ["beginners.py"]\n')
+
+    assert main(["run", str(tiny.config), override, "train.steps=3"]) == code
+
+    text = re.sub(r"file:beginners\.py [0-9a-f]{12}", "FILE", capsys.readouterr().err)
+    assert said in text
 
 
 def test_a_callback_that_raises_is_named_by_its_place_in_the_job(run):
@@ -426,8 +557,13 @@ def test_a_pass_that_changes_the_names_of_parameters_is_refused(run, name, what)
             2,
             "optimizer 'local' of wrong 1.2 keeps a plain tensor as the state 'largest' of embed.weight, ()",
         ),
+        (
+            ["data={name='without_rows'}"],
+            1,
+            "error: OSError: no rows\nraised by data source 'without_rows' of wrong 1.2\n",
+        ),
     ],
-    ids=["stages", "shards"],
+    ids=["stages", "shards", "factories"],
 )
 def test_two_ranks_end_together_and_say_it_once(tiny, make_distribution, monkeypatch, overrides, code, said):
     site = make_distribution("wrong", "1.2", files=FILES)

@@ -157,6 +157,15 @@ def test_state_goes_back_to_the_callback_of_the_same_namespace_and_the_rest_is_n
     assert unclaimed == ["plugin.gone"]
 
 
+def test_state_that_is_no_dictionary_is_refused_by_name():
+    class Listing(Callback):
+        def state(self):
+            return [1]
+
+    with pytest.raises(PluginError, match=r"^plugin\.d\.callback\.c: its state is a list, which must be a dictionary$"):
+        states_of([("plugin.d.callback.c", Listing())])
+
+
 def test_state_that_a_component_does_not_take_is_told_with_the_versions_of_then_and_now():
     class Renamed(Callback):
         state_version = 2
