@@ -10,7 +10,7 @@ import pytest
 from forge_core.config.builder import ComponentBuilder
 from forge_core.errors import ConfigError
 from forge_core.registry.discovery import discover
-from forge_plugins_data.config import TokenFilesConfig
+from forge_plugins_data.config import RecordsConfig, TextFilesConfig, TokenFilesConfig
 
 
 @pytest.fixture(scope="module")
@@ -74,6 +74,25 @@ def test_evaluation_without_data_is_found_by_validation_before_anything_runs():
     assert problems(config, data=config, own_data=other) == []
     assert problems(other, data=config, own_data=other) == []
     assert problems(holding_out, data=config, own_data=holding_out) == ["validation"]
+
+
+@pytest.mark.parametrize("config", [TextFilesConfig, RecordsConfig, TokenFilesConfig])
+@pytest.mark.parametrize(
+    ("paths", "said"),
+    [
+        (("a", "b", "a"), "has 'a' twice; files are read once"),
+        (("a", "b/../a"), "has 'a' and 'b/../a', which are the same; files are read once"),
+        (("a", "b", "a/b"), None),
+    ],
+)
+def test_two_paths_to_the_same_files_are_found_by_validation(config, paths, said):
+    data = config(path=paths, tokenizer=None)
+    job = SimpleNamespace(data=SimpleNamespace(config=data), eval=SimpleNamespace(interval=0, data=None))
+
+    found = [*data.check(job)]
+
+    assert [key for key, _ in found] == ["path"] * (said is not None)
+    assert all(sentence.startswith(said) for _, sentence in found)
 
 
 def test_an_end_of_documents_is_for_keeping_them_apart(builder):

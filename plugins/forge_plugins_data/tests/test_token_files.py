@@ -53,6 +53,13 @@ def test_windows_follow_each_other_and_no_token_but_the_rest_is_lost(tmp_path, o
     assert batch["tokens"].dtype == batch["targets"].dtype == np.int64
 
 
+def test_a_file_that_two_paths_lead_to_is_read_once(tmp_path, open_tokens):
+    folder = write_folder(tmp_path / "data", np.arange(33))
+    (tmp_path / "link").symlink_to(folder)
+
+    assert len(open_tokens((str(folder), str(tmp_path / "link" / "0.bin")))) == len(open_tokens(folder)) == 4
+
+
 def test_an_even_number_of_small_ids_is_not_taken_for_half_as_many_large_ones(tmp_path, open_tokens):
     """The reference system guessed the type from the size and read such files as 65536, 196610, …"""
     batch = everything(open_tokens(write_folder(tmp_path / "data", np.arange(100)[:18])))

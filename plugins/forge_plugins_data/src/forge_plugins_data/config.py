@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Annotated, Any, Literal, Protocol
 
 import attrs
@@ -55,6 +56,18 @@ class FilesConfig(HeldOutConfig):
     """How documents become samples. ``windows`` cuts the text into samples wherever that falls. ``best_fit`` keeps
     documents whole that fit into a sample, and puts together what leaves the least room; what is left of a sample
     has no targets. It finds the documents when the source is opened, about a microsecond each."""
+
+    def check(self, job: Job) -> Iterable[tuple[str, str]]:
+        """Each path has to name something of its own, too: files are read once."""
+        yield from check_held_out(self, job)
+        known: dict[Path, str] = {}
+        for one in self.path if isinstance(self.path, tuple) else ():
+            place = Path(one).expanduser().resolve()
+            first = known.get(place)
+            known[place] = one
+            if first is not None:
+                names = f"{one!r} twice" if first == one else f"{first!r} and {one!r}, which are the same"
+                yield "path", f"has {names}; files are read once: remove one, or give it more weight in a mixture"
 
     def missing(self) -> Iterable[str]:
         """Paths that are not there."""

@@ -39,7 +39,7 @@ def open_token_files(
     """
     require_held_out(config.validation, split)
     found = (file for path in _each(config.path) for file in _find(path, config.dtype))
-    files = [*{file.path: file for file in found}.values()]
+    files = [*{file.path.resolve(): file for file in found}.values()]
     if config.dtype is not None and not any(file.dtype_is_stated for file in files):
         raise ConfigError(f'dtype = "{config.dtype}" has no effect: all files say what their ids are; remove it')
     meaning = _agree(files, config, _tokenizer(files, config, build))
