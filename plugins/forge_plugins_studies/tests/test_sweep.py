@@ -62,9 +62,11 @@ def test_each_combination_is_a_run_and_the_same_command_leaves_them_as_they_are(
     assert {one["name"]: one["eval_loss"] for one in told} == losses
     assert {(one["state"], one["step"]) for one in told} == {("completed", 4)}
 
-    before = {run: (run / "metrics.jsonl").read_bytes() for run in runs.glob("tiny-lr-*")}
+    kept = [*runs.glob("tiny-lr-*/metrics.jsonl"), *runs.glob("tiny-sweep/*.log")]  # no run is started to find its end
+    before = {file: file.read_bytes() for file in kept}
     assert main(grid) == 0
-    assert {run: (run / "metrics.jsonl").read_bytes() for run in before} == before
+    assert len(before) == 8
+    assert {file: file.read_bytes() for file in before} == before
 
     capfd.readouterr()
     assert main([*grid, "optimizer.weight_decay=0.5"]) == 2

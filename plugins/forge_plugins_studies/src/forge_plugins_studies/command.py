@@ -19,7 +19,7 @@ from forge_core.errors import ConfigError, ExitCode
 from forge_core.job import dump_job, job_table, read_document
 from forge_plugins_studies.gpus import gpus_for, visible_gpus
 from forge_plugins_studies.processes import Ended, Task, run_tasks, state_of
-from forge_plugins_studies.results import SweptRun, print_results, swept_runs
+from forge_plugins_studies.results import SweptRun, last_event, print_results, swept_runs
 from forge_plugins_studies.study import Study, load_study
 
 
@@ -80,7 +80,12 @@ def sweep(
     def variables(place: int) -> dict[str, str]:
         return {**disabled, **share_of_cores(parallel * nproc), **gpus_for(place, nproc, gpus)}
 
-    ended = run_tasks(tasks, parallel, variables, partial(_tell, to_stderr=as_json))
+    tell = partial(_tell, to_stderr=as_json)
+    ended = _at_their_ends(study, tasks)
+    for task in tasks:
+        if task.name in ended:
+            tell(task, ended[task.name])
+    ended |= run_tasks([one for one in tasks if one.name not in ended], parallel, variables, tell)
     states = {name: state_of(one.code) for name, one in ended.items()}
     if as_json:
         print_json(swept_runs(study, states))
@@ -104,6 +109,25 @@ def write_jobs(study: Study, nproc: int) -> list[Task]:
     except OSError as error:
         raise ConfigError(f"run.dir: cannot write {error.filename}: {error.strerror}") from error
     return tasks
+
+
+def _at_their_ends(study: Study, tasks: Sequence[Task]) -> dict[str, Ended]:
+    """Runs that have nothing left to do, by name. Starting one to find that out takes seconds; one with a mirror may
+    have something to upload."""
+    return {
+        task.name: Ended(code=ExitCode.COMPLETED, seconds=0.0, output="")
+        for task, run, job in zip(tasks, study.runs, study.jobs, strict=True)
+        if last_event(run) == ("completed", job.train.steps)
+        and not job.checkpoint.mirror
+        and _newest(run) >= job.train.steps
+    }
+
+
+def _newest(run: Path) -> int:
+    """The step of a run's newest checkpoint."""
+    from forge_core.checkpoint.store import CheckpointStore  # imports torch
+
+    return max(CheckpointStore(run / "checkpoints").steps(), default=0)
 
 
 def share_of_cores(processes: int) -> dict[str, str]:

@@ -137,5 +137,14 @@ def last_values(run: Path) -> dict[str, Any]:
     return found
 
 
+def last_event(run: Path) -> tuple[str, int] | None:
+    """The newest event of a run and its step, if there is one that can be read."""
+    try:
+        event = json.loads((run / "events.jsonl").read_bytes().splitlines()[-1])
+        return str(event["event"]), int(event["step"])
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
+
+
 def _finite(value: object) -> float | None:
     return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
