@@ -11,9 +11,9 @@ IN_WHEELS = (
     *("quickstart.md", "configuration.md", "running.md", "checkpoints.md", "data.md", "slurm.md", "evaluate.md"),
     *("hooks/forge_routers.md", "hooks/forge_optimizers.md", "hooks/forge_schedulers.md"),
     *("how-to/choose-a-layout.md", "how-to/debug-a-loss-curve.md"),
-    *("how-to/find-why-a-run-stopped.md", "how-to/profile-a-step.md"),
+    "how-to/find-why-a-run-stopped.md",
     *("how-to/reproduce-a-run.md", "how-to/resume-and-branch.md", "how-to/save-memory.md"),
-    *("how-to/scale-to-many-gpus.md", "how-to/train-on-your-data.md"),
+    "how-to/train-on-your-data.md",
 )
 """What one needs beside a job, perhaps where there is no network. All wheels together have 2 MB: of other pages they
 have the names alone."""
