@@ -150,7 +150,7 @@ class Trainer:
         model, loss_scale = self.built.model, self.guard.loss_scale
         scale, factor = scales.targets, loss_scale.factor
         LEDGER.start_step(scale, self.run.mesh.degrees["tp"], scales.own, scales.tokens, factor)
-        with noting(f"raised by model {self.run.job.model.qualified_name}, in forward or backward"):
+        with noting(f"in forward or backward of the model {self.run.job.model.qualified_name}"):
             total = model.run(batches, scale if factor is None else scale * factor)
         model.loss.refuse_if_wrong()
         loss_scale.unscale(one.grad for one in self._parameters.values() if one.grad is not None)
