@@ -162,7 +162,7 @@ class PeerMonitor(Supervisor):
                 overdue_since = math.inf
             since = min(heartbeat.verdict_at, overdue_since)
             return End(since, self._worded(verdict), max(quiet, LEAVE_AFTER - 1))
-        return End(overdue_since, self._too_slow(), max(quiet, SAY_AFTER))
+        return End(overdue_since, self._too_slow() if timeout.is_overdue else "", max(quiet, SAY_AFTER))
 
     def _too_slow(self) -> str:
         return (
