@@ -81,8 +81,9 @@ class Launcher:
         """Do the works in their order, over gloo; ranks that a work does not need sit it out.
 
         A work that fails takes its processes along; the rest is done by a new launch. One whose process a signal of
-        compiled code has ended is done once more: in three suites two runs have ended so, after many works in one
-        process, and the cause is not known. ``crashes`` has it, and so has the end of the suite's output.
+        compiled code has ended is done once more: in three suites two runs ended so, most likely as the supervisor
+        walked frames that torch's compiler had freed, which it does no more. ``crashes`` has it, and so has the end of
+        the suite's output.
 
         Args:
             timeout: seconds for all of them.
