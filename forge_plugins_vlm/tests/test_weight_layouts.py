@@ -449,6 +449,9 @@ def changed(folder, keys):
             {"vision_config": {"image_size": 200}},
             "with 25 patches along the side of a tile is not supported",
         ),
+        ("llava", {"vision_config": {"patch_size": 0}}, "vision_config.patch_size = 0 is not supported; whole numbers"),
+        ("idefics3", {"scale_factor": "2"}, "scale_factor = '2' is not supported; whole numbers from 1 are"),
+        ("mllama", {"vision_config": {"image_size": [32, 32]}}, "vision_config.image_size = [32, 32] is not supported"),
         ("mllama", {"vision_config": {"vision_output_dim": 96}}, "vision_output_dim = 96 is not supported; only 72 is"),
     ],
 )

@@ -15,7 +15,7 @@ from forge_plugins_vlm.encoders.transformers_config import SiglipConfig
 from forge_plugins_vlm.encoders.vision_folder import Normalisation
 from forge_plugins_vlm.fusions.config import JointDecoderConfig
 from forge_plugins_vlm.layouts.layout import Table, VisionLanguageLayout, named
-from forge_plugins_vlm.layouts.tower import checked_encoder, sizes_from_hf, tower_names, tower_to_hf
+from forge_plugins_vlm.layouts.tower import check_counts, checked_encoder, sizes_from_hf, tower_names, tower_to_hf
 
 _TOWER = "model.vision_model"
 _PROJECTION = "model.connector.modality_projection.proj.weight"
@@ -34,6 +34,7 @@ class Idefics3Layout(VisionLanguageLayout):
     def read(self, hf: Mapping[str, Any], vision: Mapping[str, Any]) -> Table:
         name, sizes = self.architectures[0], sizes_from_hf(vision, _DEFAULTS, self.architectures[0])
         vision.get("model_type")
+        check_counts(name, "", {"scale_factor": (scale := hf.get("scale_factor", 2))})
         side = sizes["image_size"] // sizes["patch_size"]
         if not _has_plain_positions(side):
             raise ConfigError(
@@ -42,7 +43,7 @@ class Idefics3Layout(VisionLanguageLayout):
             )
         return {
             "encoder": {"name": "siglip", "architecture": sizes},
-            "connector": {"name": "pixel_shuffle", "scale": hf.get("scale_factor", 2), "bias": False},
+            "connector": {"name": "pixel_shuffle", "scale": scale, "bias": False},
             "fusion": {"name": "joint_decoder"},
         }
 

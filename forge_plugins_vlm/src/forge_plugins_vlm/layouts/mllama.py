@@ -15,6 +15,7 @@ from forge_plugins_vlm.encoders.mllama_config import MllamaArchitecture, MllamaC
 from forge_plugins_vlm.encoders.vision_folder import Normalisation
 from forge_plugins_vlm.fusions.config import CrossAttentionConfig
 from forge_plugins_vlm.layouts.layout import Table, VisionLanguageLayout, named
+from forge_plugins_vlm.layouts.tower import check_counts
 
 _BEGIN = 128_000
 _LAYERS = (3, 8, 13, 18, 23, 28, 33, 38)
@@ -82,6 +83,7 @@ class MllamaLayout(VisionLanguageLayout):
     def read(self, hf: Mapping[str, Any], vision: Mapping[str, Any]) -> Table:
         text, name = self.text_of(hf), self.architectures[0]
         sizes = {key: vision.get(key, default) for key, default in _VISION_DEFAULTS.items()}
+        check_counts(name, "vision_config.", {key: sizes[key] for key in ("image_size", "patch_size")})
         for key in ("initializer_range", "model_type"):
             vision.get(key)
         width = sizes["hidden_size"] * (1 + len(sizes["intermediate_layers_indices"]))

@@ -54,7 +54,7 @@ def sizes_from_hf(vision: Mapping[str, Any], defaults: Mapping[str, Any], archit
         architecture: of the whole model, for messages.
 
     Raises:
-        ConfigError: it has dropout, or pictures of other than three channels.
+        ConfigError: it has dropout, pictures of other than three channels, or sizes of tiles that are no numbers.
     """
     for key in _NOT_OF_FEATURES:
         vision.get(key)
@@ -63,7 +63,23 @@ def sizes_from_hf(vision: Mapping[str, Any], defaults: Mapping[str, Any], archit
             raise ConfigError(
                 f"{architecture} with vision_config.{key} = {vision[key]!r} is not supported; only {supported!r} is"
             )
-    return {key: vision.get(key, default) for key, default in defaults.items()}
+    sizes = {key: vision.get(key, default) for key, default in defaults.items()}
+    check_counts(architecture, "vision_config.", {key: sizes[key] for key in ("image_size", "patch_size")})
+    return sizes
+
+
+def check_counts(architecture: str, within: str, values: Mapping[str, Any]) -> None:
+    """
+    Args:
+        within: the table that they are in, with a point at its end.
+
+    Raises:
+        ConfigError: a value is no whole number from 1.
+    """
+    for key, value in values.items():
+        if type(value) is not int or value < 1:
+            sentence = f"{architecture} with {within}{key} = {value!r} is not supported"
+            raise ConfigError(f"{sentence}; whole numbers from 1 are")
 
 
 def tower_to_hf(config: FixedSizeConfig, model_type: str, n_layers: int) -> Table:
