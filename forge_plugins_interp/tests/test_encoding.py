@@ -167,6 +167,19 @@ def test_no_group_is_in_training_and_test():
         next(Splits().of(9))
 
 
+def test_few_stimuli_are_scored_on_more_than_two_of_them():
+    """A tenth of 20 is two, over which every correlation is 1 or −1: noise was scored 1.0, from 1.0 to 1.0."""
+    pairs = np.repeat(np.arange(10), 2)
+    for train, test in [*Splits().of(20), *Splits().of(10), *Splits().of(20, pairs)]:
+        assert len(test) in (5, 6)
+        assert len(train) >= 5
+    in_two = np.repeat(np.arange(2), 7)[:10]
+    assert {len(test) for _, test in Splits().of(10, in_two)} == {3, 7}
+
+    found = encode(random(20, 6), random(20, 1, 1, seed=1), Ridge())
+    assert found.high < 1
+
+
 def test_correlations_are_those_of_numpy():
     a, b = random(30, 4), random(30, 4, seed=1)
     assert correlations(a, b).tolist() == pytest.approx([np.corrcoef(a[:, i], b[:, i])[0, 1] for i in range(4)])

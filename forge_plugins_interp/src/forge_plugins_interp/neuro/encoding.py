@@ -19,6 +19,8 @@ from forge_plugins_interp.neuro.regression import LinearMap, Regression
 
 LEAST = 10
 """Stimuli."""
+_LEAST_HELD = 5
+"""Stimuli that are held out: of two, any correlation is 1 or −1."""
 _RESAMPLES = 500
 _AT_ONCE = 50
 """Bootstrap samples in memory, as neuroids may be all voxels of a brain."""
@@ -35,7 +37,7 @@ class Splits:
 
     number: int = 10
     test: float = 0.1
-    """The share of stimuli, or of groups."""
+    """The share of stimuli, or of groups; more where these are fewer than 5 stimuli."""
     seed: int = 0
 
     def of(self, n: int, groups: np.ndarray | None = None) -> Iterator[tuple[np.ndarray, np.ndarray]]:
@@ -47,13 +49,15 @@ class Splits:
         if n < LEAST:
             raise ConfigError(f"an encoding score needs at least {LEAST} stimuli, and there are {n}")
         names = np.arange(n) if groups is None else groups
-        unique = np.unique(names)
+        unique, sizes = np.unique(names, return_counts=True)
         if len(unique) < 2:
             raise ConfigError(f"all stimuli are of the group {str(unique[0])!r}, so that none can be held out")
         rng = np.random.default_rng(self.seed)
-        n_test = max(1 if groups is not None else 2, round(self.test * len(unique)))
         for _ in range(self.number):
-            is_test = np.isin(names, rng.permutation(unique)[:n_test])
+            order = rng.permutation(len(unique))
+            enough = 1 + int(np.searchsorted(sizes[order].cumsum(), _LEAST_HELD))
+            n_test = min(max(enough, round(self.test * len(unique))), len(unique) - 1)
+            is_test = np.isin(names, unique[order[:n_test]])
             yield np.flatnonzero(~is_test), np.flatnonzero(is_test)
 
 
