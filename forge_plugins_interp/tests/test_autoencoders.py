@@ -260,6 +260,34 @@ def test_bad_input_is_a_sentence(folder, name, settings, message):
     assert not (folder / "runs" / "wrong").exists()
 
 
+def stored(folder, **sites):
+    """A store of 4 samples; dimensions and rows of each site."""
+    for site, (_, rows) in sites.items():
+        write_shard(folder, site, 0, {"values": rows})
+    write_index(folder, {"stimulus_id": np.arange(4), "length": np.full(4, len(sites["x"][1]) // 4)})
+    kinds = {site: StoredSite(dims=(row, "width"), sizes=(3,), dtype="float32") for site, (row, _) in sites.items()}
+    Manifest(sites=kinds, n_samples=4, shard_samples=4, origin={"run": "r"}, complete=True).write(folder)
+
+
+@pytest.mark.parametrize(("row", "target", "n"), [("sample", "token", 4), ("token", "sample", 8)])
+def test_a_row_a_sample_and_a_row_a_token_are_no_pairs(tmp_path, row, target, n):
+    """The first sample was paired with the first token, the second with the second."""
+    stored(tmp_path, x=(row, torch.randn(n, 3)), y=(target, torch.randn(12 - n, 3)))
+    config = ActivationStoreConfig(path=str(tmp_path), site="x", target_site="y")
+
+    with pytest.raises(ConfigError, match=f"data.target_site: y has a row a {target}, and x a row a {row}"):
+        ActivationRows(config, seq_len=2, split="all", seed=0)
+
+
+def test_rows_that_are_all_zero_stay_so(tmp_path):
+    """They were divided by their mean norm, so that the loss was not a number."""
+    stored(tmp_path, x=("sample", torch.zeros(4, 3)))
+
+    rows = ActivationRows(ActivationStoreConfig(path=str(tmp_path), site="x"), seq_len=2, split="all", seed=0)
+
+    assert (rows.read(np.arange(2))["activation"] == 0).all()
+
+
 def test_a_model_without_a_loss_of_its_own_says_so(folder):
     (folder / "corpus").mkdir(exist_ok=True)
     (folder / "corpus" / "a.txt").write_text("text " * 200)

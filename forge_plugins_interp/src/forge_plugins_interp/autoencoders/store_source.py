@@ -56,8 +56,9 @@ class ActivationRows:
         names = [config.site, *([config.target_site] if config.target_site else [])]
         for key, name in zip(("site", "target_site"), names, strict=False):
             width_of(config, key)
-            if store.manifest.sites[name].dims[0] != "token" and store.manifest.sites[names[0]].dims[0] == "token":
-                raise ConfigError(f"data.{key}: {name} has a row a sample, and {names[0]} a row a token")
+            own, other = (store.manifest.sites[one].dims[0] for one in (name, names[0]))
+            if own != other:
+                raise ConfigError(f"data.{key}: {name} has a row a {own}, and {names[0]} a row a {other}")
         self._values = [[shard.flatten(1) for shard in store.shards(name)] for name in names]
         self._starts = np.cumsum([0, *(len(shard) for shard in self._values[0])])
         rows = self._rows(store, config, split)
@@ -129,5 +130,5 @@ def _scale(shards: list[torch.Tensor]) -> float:
 
 
 def mean_scale(rows: torch.Tensor) -> float:
-    """The mean norm of rows ``(n, width)`` over √width."""
-    return float(rows.norm(dim=1).double().mean()) / math.sqrt(rows.shape[1])
+    """The mean norm of rows ``(n, width)`` over √width; 1 where all are zero, which have no other scale."""
+    return float(rows.norm(dim=1).double().mean()) / math.sqrt(rows.shape[1]) or 1.0
