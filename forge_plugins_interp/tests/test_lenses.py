@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import attrs
 import pytest
 import torch
 
 import forge_plugins_interp as interp
+from forge_core.errors import ConfigError
 from forge_plugins_interp.interventions import Patch, Replace
 from forge_plugins_interp.lenses.attribution import attribute
 from forge_plugins_interp.lenses.logit_lens import lens_rows, logit_lens
@@ -71,6 +73,23 @@ def test_contributions_add_up_to_the_logit(session, heads):
     assert sum(one.value for one in found) == pytest.approx(float(logits[3]), abs=1e-4)
     assert sum(one.value for one in difference) == pytest.approx(float(logits[3] - logits[7]), abs=1e-4)
     assert len(found) == 1 + 2 * ((4 if heads else 1) + 1) + 1
+
+
+def test_contributions_have_the_factor_of_the_logits(session, monkeypatch):
+    """They were those of logits without ``output_multiplier``, which Granite divides by."""
+    model = session.built.parts[0]
+    monkeypatch.setattr(model, "config", attrs.evolve(model.config, output_multiplier=0.25))
+    with torch.no_grad():
+        logits = session.model(TOKENS)[0, -1]
+
+    found = attribute(session, TOKENS, 3)
+
+    assert sum(one.value for one in found) == pytest.approx(float(logits[3]), abs=1e-4)
+
+    hook = model.head.register_forward_pre_hook(lambda _, given: (given[0].tanh(),))
+    with pytest.raises(ConfigError, match="more than a factor, so that a logit is no sum"):
+        attribute(session, TOKENS, 3)
+    hook.remove()
 
 
 def test_contributions_know_layernorm_with_a_bias(session):

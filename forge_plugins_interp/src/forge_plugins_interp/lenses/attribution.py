@@ -52,15 +52,20 @@ def attribute(
         heads: attention by heads, in place of each layer's as a whole.
 
     Raises:
-        ConfigError: the model is on several ranks; its final norm is neither like RMSNorm nor like LayerNorm; or heads
-            do not add up to what attention adds.
+        ConfigError: the model is on several ranks; its final norm is neither like RMSNorm nor like LayerNorm; more than
+            a factor is between it and the head; or heads do not add up to what attention adds.
     """
     if session.context.mesh.world_size > 1:
         raise ConfigError("contributions to logits are computed on one process; open the model without ranks")
-    parts = _parts_of_stream(session, tokens, position, heads=heads)
-    whole = torch.stack([vector for _, _, vector in parts]).sum(0)
     model: Any = session.built.parts[0]
-    linear = _frozen(model.norm, whole)
+    read: list[torch.Tensor] = []
+    hook = model.head.register_forward_pre_hook(lambda _, given: read.append(given[0]))
+    try:
+        parts = _parts_of_stream(session, tokens, position, heads=heads)
+    finally:
+        hook.remove()
+    whole = torch.stack([vector for _, _, vector in parts]).sum(0)
+    linear = _times(_frozen(model.norm, whole), whole, wide(read[0][0, position]))
     direction, bias = _direction(model.head, linear(whole) + linear.bias, token)
     if minus is not None:
         other, other_bias = _direction(model.head, linear(whole) + linear.bias, minus)
@@ -166,6 +171,17 @@ def _frozen(norm: nn.Module, whole: torch.Tensor) -> _Frozen:
         f"the final norm, {type(norm).__qualname__}, is neither like RMSNorm nor like LayerNorm, so that a logit is no "
         "sum of contributions"
     )
+
+
+def _times(norm: _Frozen, whole: torch.Tensor, read: torch.Tensor) -> _Frozen:
+    """The norm with the factor by which a model multiplies what its head reads, as Granite does."""
+    plain = norm(whole) + norm.bias
+    factor = float(read @ plain / (plain @ plain))
+    if (read - factor * plain).norm() > _TOLERANCE * read.norm():
+        raise ConfigError(
+            "between its final norm and its head the model has more than a factor, so that a logit is no sum"
+        )
+    return attrs.evolve(norm, gain=factor * norm.gain, bias=factor * norm.bias)
 
 
 def _direction(head: nn.Module, normed: torch.Tensor, token: int) -> tuple[torch.Tensor, float]:
