@@ -344,6 +344,7 @@ def test_a_matrix_of_dissimilarities_is_drawn():
         (lambda: linear_cka(X, Y.masked_fill(Y > 2, float("nan"))), "the second: stimulus .* not finite in feature"),
         (lambda: mean_cca(X[:8], Y[:8]), "more stimuli than features; there are 8, and 8"),
         (lambda: rsa(torch.ones(5, 3), X[:5]), "stimulus 0 has the same value in all features"),
+        (lambda: rsa(X, Y[:, :1]), "correlated over features, and a representation, recordings or a subject has one"),
         (lambda: rdm(torch.full((30, 7), 0.1, dtype=torch.float64)), "stimulus 0 has the same value in all features"),
         (lambda: crossnobis(torch.ones(1, 6, 2)), "at least 2 repetitions of 3 stimuli, and there are 1 of 6"),
         (lambda: noise_ceiling(torch.ones(1, 6)), "at least 2 subjects, got 1"),

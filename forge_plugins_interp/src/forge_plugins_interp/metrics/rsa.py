@@ -30,7 +30,7 @@ def rdm(x: torch.Tensor, kind: Dissimilarity = "correlation") -> torch.Tensor:
         kind: ``correlation`` is 1 minus Pearson's of the two rows, each centred over its features.
 
     Raises:
-        ConfigError: fewer than 3 stimuli; or a stimulus without variance, which has no correlation.
+        ConfigError: fewer than 3 stimuli; one feature, or a stimulus without variance, which have no correlation.
     """
     x, _ = checked(x, x, 3)
     upper = tuple(torch.triu_indices(len(x), len(x), offset=1))
@@ -38,6 +38,11 @@ def rdm(x: torch.Tensor, kind: Dissimilarity = "correlation") -> torch.Tensor:
         distances = torch.cdist(x, x, compute_mode="donot_use_mm_for_euclid_dist")[upper]
         return distances if kind == "euclidean" else distances.square()
     if kind == "correlation":
+        if x.shape[1] == 1:
+            raise ConfigError(
+                "stimuli are correlated over features, and a representation, recordings or a subject has one alone; "
+                "choose another metric or dissimilarity"
+            )
         x = x - x[:, :1]  # a mean of equal values may be another one in its last digit
         x = x - x.mean(1, keepdim=True)
     norms = x.norm(dim=1, keepdim=True)
