@@ -364,6 +364,7 @@ def test_a_run_begins_with_a_folder_or_with_the_connector_of_one(converted, tmp_
 
     assert main(["convert", "runs/hf", "--to", "huggingface", "--out", "trained"]) == 0
     transformers.LlavaForConditionalGeneration.from_pretrained("trained")
+    assert Path("trained/preprocessor_config.json").read_bytes() == Path("hf/preprocessor_config.json").read_bytes()
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft's

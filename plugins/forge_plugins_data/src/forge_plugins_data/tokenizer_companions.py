@@ -1,4 +1,5 @@
-"""Files beside a tokenizer.json: how a model's conversations are written, and what ends an answer."""
+"""Files beside a tokenizer.json: how a model's conversations are written, what ends an answer, and how its pictures are
+made."""
 
 from __future__ import annotations
 
@@ -14,6 +15,8 @@ from forge_plugins_data.chat_template import ChatTemplate
 
 TEMPLATE = "chat_template.jinja"
 _CONFIG, _SPECIAL, _GENERATION = "tokenizer_config.json", "special_tokens_map.json", "generation_config.json"
+_OF_PICTURES = ("preprocessor_config.json", "processor_config.json")
+"""Nothing here reads them; a trained model that is given away has them again."""
 _BESIDE = "tokenizer.json"
 """Files lie beside one of this name: a folder with others may be that of several tokenizers."""
 
@@ -91,7 +94,8 @@ def read_companions(tokenizer: Path | None, template: Path | None) -> Companions
     """
     paths: dict[str, Path] = {}
     if tokenizer is not None and tokenizer.name == _BESIDE:
-        beside = {name: tokenizer.with_name(name) for name in (_CONFIG, _SPECIAL, _GENERATION, TEMPLATE)}
+        names = (_CONFIG, _SPECIAL, _GENERATION, TEMPLATE, *_OF_PICTURES)
+        beside = {name: tokenizer.with_name(name) for name in names}
         paths = {name: path for name, path in beside.items() if path.is_file()}
     if template is not None:
         paths[TEMPLATE] = template
