@@ -217,6 +217,30 @@ def test_two_attempts_that_copy_the_same_step_do_not_write_into_each_others_file
     assert _content(tmp_path / "fetched") == _content(of_new)
 
 
+def test_a_folder_that_goes_away_is_not_made_anew_and_is_gone_on_with_once_it_is_back(store, tmp_path):
+    """The disk may be unmounted between two checkpoints, or between two files of one."""
+    far, away = tmp_path / "far", tmp_path / "away"
+    mirror = _taken(str(far / "run"))
+    folder = _checkpoint(store, 5)
+    files = itertools.count()
+
+    def unmount_at_the_second():
+        if next(files) == 1:
+            far.rename(away)
+
+    with pytest.raises(MirrorError, match=r"far/run is not there any more, .*; bring it back \(is it mounted\?\)"):
+        mirror.copy(folder, unmount_at_the_second)
+    with pytest.raises(MirrorError, match="is not there any more"):
+        mirror.copy(folder, _always)
+    with pytest.raises(MirrorError, match="is not there any more"):
+        mirror.put_aside(3)
+    assert not far.exists()
+
+    away.rename(far)
+    mirror.copy(folder, _always)
+    assert [*open_mirror(str(far / "run")).checkpoints()] == [5]
+
+
 def test_what_was_half_copied_is_collected_by_the_next_attempt(url, store):
     mirror = _taken(url, "a1")
     calls = itertools.count()

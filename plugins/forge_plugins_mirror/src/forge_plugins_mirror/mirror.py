@@ -139,6 +139,7 @@ class Mirror(ABC):
             folder = self._unfinished_folder(manifest.step, tag)
             for name, entry in manifest.files.items():
                 may_commit()
+                self._refuse_if_gone()
                 if self._misfit(folder, name, entry) is None:
                     continue
                 self._filesystem.makedirs(f"{folder}/{name}".rpartition("/")[0], exist_ok=True)
@@ -166,6 +167,7 @@ class Mirror(ABC):
             self._put_aside(after)
 
     def _refuse_if_lost(self) -> None:
+        self._refuse_if_gone()
         writer = json.loads(self._read(f"{self._root}/{WRITER}") or b"{}")
         if writer.get("attempt", self._attempt) != self._attempt:
             raise LeaseLostError(
@@ -218,6 +220,10 @@ class Mirror(ABC):
             raise MirrorError(f"checkpoint.mirror: cannot {what} at {self.url}: {why}") from error
 
     @abstractmethod
+    def _refuse_if_gone(self) -> None:
+        """Raise if what was taken over is there no longer, and nothing of it may be made anew."""
+
+    @abstractmethod
     def _committed(self) -> dict[int, tuple[str, Manifest | DamagedError]]:
         """Folders and manifests by step."""
 
@@ -251,6 +257,13 @@ class _Folder(Mirror):
 
         super().__init__(str(path), LocalFileSystem(), str(path))
         self._store = CheckpointStore(path / "checkpoints")
+
+    def _refuse_if_gone(self) -> None:
+        if not Path(self._root, WRITER).exists():
+            raise MirrorError(
+                f"checkpoint.mirror: {self.url} is not there any more, or is another folder than at the start of the "
+                f"run: it has no {WRITER}; bring it back (is it mounted?)"
+            )
 
     def _committed(self) -> dict[int, tuple[str, Manifest | DamagedError]]:
         found: dict[int, tuple[str, Manifest | DamagedError]] = {}
@@ -302,6 +315,9 @@ class _Objects(Mirror):
         except Exception as error:
             raise MirrorError(f"checkpoint.mirror = {url!r}: {type(error).__name__}: {error}") from error
         super().__init__(url, filesystem, root)
+
+    def _refuse_if_gone(self) -> None:
+        """Nothing is mounted there: what is written goes to the same place."""
 
     def _committed(self) -> dict[int, tuple[str, Manifest | DamagedError]]:
         found: dict[int, tuple[str, Manifest | DamagedError]] = {}
