@@ -1,5 +1,7 @@
 """Which layers become float8, and what is refused. The numbers are in ``tests/parity``."""
 
+import contextlib
+
 import attrs
 import pytest
 import torch
@@ -124,14 +126,18 @@ def test_layers_that_blocks_do_not_divide_are_left_alone(context, recipe, dim, c
     with torch.device("meta"):
         model = SmallModel(dim=dim)
 
-    Float8(Float8Config(**EMULATED, recipe=recipe)).apply(model, context)
+    said = pytest.raises(ConfigError, match=f"recipe = '{recipe}' .* leaves all linear layers of blocks alone")
+    with contextlib.nullcontext() if count else said:
+        Float8(Float8Config(**EMULATED, recipe=recipe)).apply(model, context)
 
     assert sum(isinstance(module, BlockScaledLinear) for module in model.modules()) == count
 
 
-def test_small_layers_are_left_alone(context):
-    assert converted(context, emulate=True, min_dim=33) == []
-    assert converted(context, emulate=True) == []
+@pytest.mark.parametrize("config", [{"min_dim": 33}, {"min_dim": 1024}, {"min_dim": 16, "exclude": ("*",)}])
+def test_where_all_layers_are_left_alone_what_leaves_them_is_named(context, config):
+    said = f"min_dim = {config['min_dim']} leaves all linear layers of blocks alone; change these, or take the pass out"
+    with pytest.raises(ConfigError, match=said):
+        converted(context, emulate=True, **config)
 
 
 def test_layers_can_be_named_to_be_left_alone(context):

@@ -38,8 +38,8 @@ class Float8:
         """Same as ``ParallelPass.apply``.
 
         Raises:
-            ConfigError: the device has no float8 and ``emulate`` is not set; a pattern of ``exclude`` fits nothing; or
-                experts are wanted in float8, and there are none that can be.
+            ConfigError: the device has no float8 and ``emulate`` is not set; a pattern of ``exclude`` fits nothing;
+                experts are wanted in float8, and there are none that can be; or nothing would be in float8.
         """
         capability = self._capability(context)
         experts = self._chosen_experts(model) if self._config.experts else []
@@ -58,6 +58,11 @@ class Float8:
             except ConfigError as error:
                 raise ConfigError(f"{_KEY}.experts: {name}: {error}; set experts = false") from None
             touched.append(name)
+        if not touched and context.mesh.degrees["pp"] == 1:
+            raise ConfigError(
+                f"{_KEY}: exclude, recipe = {self._config.recipe!r} or min_dim = {self._config.min_dim} leaves all "
+                "linear layers of blocks alone; change these, or take the pass out"
+            )
         return model, touched
 
     def layout(self, model: nn.Module) -> Mapping[str, Ends]:
