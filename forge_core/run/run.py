@@ -141,7 +141,7 @@ def _build(setup: RunSetup) -> Built:
     job, build = setup.job, setup.build
     context = PassContext(setup.mesh, job, setup.device, entries=setup.entries)
     model = build_model(context, setup.vocab_size, setup.passes, build)
-    model.loss.refuse_entries(entries := entries_of(setup.source))
+    model.loss.refuse_entries(entries := entries_of(setup.source, setup.job.train.seq_len))
     if job.checkpoint.best_metric == "eval/perplexity" and not model.loss.has_perplexity(entries):
         raise ConfigError(f"checkpoint.best_metric: {model.loss.words} has no perplexity; choose eval/loss")
     phases = PhasePlan(model.known)

@@ -172,7 +172,7 @@ def prepare(begun: Begun) -> RunSetup:
     observers = [(f"observer {use.qualified_name}", build(use, catalog=catalog)) for use in installed]
     loader = _loader(job, source, begun)
     with noting(f"raised by {build.words_for(job.data)}"):
-        entries = {**entries_of(source), **evaluated.entries}
+        entries = {**entries_of(source, job.train.seq_len), **evaluated.entries}
     is_supervised = mesh.world_size > 1 or job.run.supervisor is not None
     named = zip(map(build.words_for, job.callbacks), (callback for _, callback in callbacks), strict=True)
     for line in mistaken_events(named):

@@ -130,8 +130,7 @@ def build_model(
             if split is not None:
                 raise ConfigError(f"parallel.passes.{use.name}: another pass has cut the model; keep one of them")
             split = one
-            cut, touched = one.split(model, context)
-            parts = list(cut)
+            [*parts], touched = one.split(model, context)
         else:
             with noting(f"raised by {build.words_for(use)}"):
                 parts, touched = _apply(one, parts, context)
@@ -179,12 +178,15 @@ def _refuse_entries(model: nn.Module, entries: Mapping[str, Entry | None], name:
     """
     Raises:
         ConfigError: batches have an entry that the model's forward does not take, or lack one that it needs.
+        PluginError: it does not take what the engine gives to all models.
     """
     if not entries:
         return
     parameters = inspect.signature(model.forward).parameters.values()
     taken = [one.name for one in parameters if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)]
     takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters)
+    if not takes_any and (lacking := [own for own in _GIVEN_BY_ENGINE if own not in taken]):
+        raise PluginError(f"the model {name} has a forward without {lacking[0]!r}, which each model's must take")
     for entry, described in entries.items():
         if entry not in taken and not takes_any and (described is None or described.wanted_by == "model"):
             more = ", ".join(one for one in taken if one not in _GIVEN_BY_ENGINE)
@@ -260,14 +262,11 @@ def _refuse_renaming(known: Mapping[str, None], names: Mapping[str, None], *, is
     new = [name for name in names if name not in known]
     if not lost and not new:
         return
+    what = f"renames {lost[0]} to {new[0]}" if lost and new else f"removes {lost[0]}" if lost else f"adds {new[0]}"
     more = and_more(max(len(lost), len(new)), 1)
-    if lost and new:
-        what = f"renames {lost[0]} to {new[0]}{more}"
-    else:
-        what = f"{'removes' if lost else 'adds'} {(lost or new)[0]}{more}"
     raise PluginError(
-        f"{words} {what}. A pass leaves the names of parameters as they are: wrap a module's forward, or replace a "
-        "module by one of the same names. This is a bug in the pass."
+        f"{words} {what}{more}. A pass leaves the names of parameters as they are: wrap a module's forward, or replace "
+        "a module by one of the same names. This is a bug in the pass."
     )
 
 
@@ -278,9 +277,7 @@ def build_on_meta(job: Job, vocab_size: int, build: ComponentBuilder) -> nn.Modu
     if job.train.precision == "bf16_pure":
         cast_parameters(model, torch.bfloat16)
     declared = set(model.parameter_roles())  # type: ignore[operator]  # the contract of a model
-    actual = {name for name, _ in model.named_parameters()}
-    if declared != actual:
-        wrong = ", ".join(sorted(declared ^ actual)[:5])
+    if wrong := ", ".join(sorted(declared ^ {name for name, _ in model.named_parameters()})[:5]):
         raise PluginError(f"{type(model).__qualname__}.parameter_roles and its parameters differ: {wrong}")
     return model
 

@@ -80,7 +80,7 @@ def open_source(
 def _refuse_incomplete(source: Any, use: ComponentRef, build: ComponentBuilder) -> None:
     has_order = getattr(use.config, "has_own_order", False) or isinstance(source, (PositionedSource, StreamedSource))
     for name in ("vocab_size", "tokenizer", *(() if has_order else ("__len__", "read"))):
-        if not hasattr(source, name):
+        if not hasattr(source, name) or (name != "tokenizer" and getattr(source, name) is None):
             raise PluginError(f"{build.words_for(use)} has no {name}, which it needs. This is a bug in {use.provider}.")
 
 
@@ -126,15 +126,15 @@ class EvaluatedData:
         ours, theirs = self._training.tokenizer, source.tokenizer
         if ours is not None and theirs is not None and ours.fingerprint != theirs.fingerprint:
             raise ConfigError(f"{key}: it has another tokenizer than the training data, so their losses mean nothing")
-        self.entries |= entries_of(source)
+        self.entries |= entries_of(source, self._job.train.seq_len)
         return source
 
 
-def entries_of(source: Source) -> dict[str, Entry | None]:
+def entries_of(source: Source, seq_len: int) -> dict[str, Entry | None]:
     """The entries that a source gives, each as it or the contract describes it; ``None`` without a description.
 
     Raises:
-        PluginError: it describes an entry otherwise than the engine takes it.
+        PluginError: it describes an entry otherwise than the engine takes it, or has samples of another length.
     """
     described = {**KNOWN, **(source.entries() if isinstance(source, DescribedSource) else {})}
     if described["weights"] != KNOWN["weights"]:
@@ -142,6 +142,10 @@ def entries_of(source: Source) -> dict[str, Entry | None]:
             f"{type(source).__qualname__} describes the entry 'weights' as {described['weights']}, which must be "
             f"{KNOWN['weights']}, the weights of targets; give it another name"
         )
-    first = np.zeros(1, dtype=np.int64)
-    batch = source.read_at(first) if isinstance(source, PositionedSource) else source.read(first)
-    return {name: described.get(name) for name in with_counts(batch, counted_entry(source))}
+    read = source.read_at if isinstance(source, PositionedSource) else source.read
+    batch = with_counts(read(np.zeros(1, dtype=np.int64)), counted_entry(source))
+    if (length := batch["tokens"].shape[1]) != seq_len:
+        raise PluginError(
+            f"{type(source).__qualname__} gives samples of {length} tokens, which must have train.seq_len = {seq_len}"
+        )
+    return {name: described.get(name) for name in batch}

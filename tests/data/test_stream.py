@@ -133,4 +133,4 @@ def test_a_source_without_tokens_is_counted_in_its_rows():
     assert (batch["targets"] != -100).sum(1).tolist() == [1, 2, 3, 4]
     (last,) = evaluation_batches(RowsWithoutTokens(), batch_size=8, dp_rank=0, dp_size=1, samples=3)
     assert (last["targets"] != -100).sum(1).tolist() == [1, 2, 3, 0, 0, 0, 0, 0]
-    assert entries_of(RowsWithoutTokens()).keys() == {"tokens", "targets", "rows", "positions"}
+    assert entries_of(RowsWithoutTokens(), 4).keys() == {"tokens", "targets", "rows", "positions"}

@@ -41,7 +41,7 @@ PLUGIN = """
 
     @hookimpl
     def forge_data_sources():
-        for name in ("without_tokenizer", "without_read", "without_length", "without_rows"):
+        for name in (*(f"without_{part}" for part in ("tokenizer", "read", "length", "vocabulary", "rows")), "short"):
             yield Component(name=name, summary="wrong", factory=f"wrong.parts:{name}", config="wrong.config:Samples")
 
     @hookimpl
@@ -65,6 +65,7 @@ CONFIG = """
 PARTS = """
     import math
 
+    import numpy as np
     import torch
     import torch.nn.functional as F
 
@@ -244,6 +245,17 @@ PARTS = """
             return super().__getattribute__(name)
 
 
+    class without_vocabulary(without_read):
+        vocab_size, read = None, without_length.read
+
+
+    class short(without_read):
+        fingerprint = "1"
+
+        def read(self, indices):
+            return dict.fromkeys(("tokens", "targets"), np.zeros((len(indices), 5), np.int64))
+
+
     class without_rows(without_read):
         def read(self, indices):
             raise OSError("no rows")
@@ -329,13 +341,26 @@ def test_a_loss_that_is_no_sum_is_refused_in_the_first_step(run, loss, said):
 
 @pytest.mark.parametrize(
     ("source", "lacks"),
-    [("without_tokenizer", "tokenizer"), ("without_read", "read"), ("without_length", "__len__")],
+    [
+        ("without_tokenizer", "tokenizer"),
+        ("without_read", "read"),
+        ("without_length", "__len__"),
+        ("without_vocabulary", "vocab_size"),
+    ],
 )
 def test_a_data_source_that_lacks_a_part_is_refused_before_the_run(run, source, lacks):
     code, text, _ = run(f"data={{name='{source}'}}")
 
     assert code == 2
     assert f"error: data source '{source}' of wrong 1.2 has no {lacks}, which it needs. This is a bug in" in text
+
+
+def test_a_data_source_of_shorter_samples_than_are_counted_is_refused_before_the_run(run):
+    code, text, lines = run("data={name='short'}")
+
+    assert code == 2
+    assert "gives samples of 5 tokens, which must have train.seq_len = " in text
+    assert not lines
 
 
 BEGINNERS = """

@@ -26,6 +26,11 @@ class Viewer(nn.Module):
         """Images are needed."""
 
 
+class Mute(nn.Module):
+    def forward(self, tokens):
+        """Forgets what it is to be trained for."""
+
+
 class Taker(nn.Module):
     def forward(self, tokens, targets=None, loss=None, **inputs):
         """Anything goes."""
@@ -36,6 +41,13 @@ def test_an_entry_that_forward_does_not_take_is_refused_with_what_it_takes():
         with pytest.raises(ConfigError, match=r"have the entry 'image', which the model reader does not take; be"):
             _refuse_entries(Reader(), {**TEXT, "image": described}, "reader")
         _refuse_entries(Taker(), {**TEXT, "image": described}, "taker")
+
+
+def test_a_model_that_takes_no_targets_is_not_told_to_choose_other_data():
+    with pytest.raises(
+        PluginError, match="the model mute has a forward without 'targets', which each model's must take"
+    ):
+        _refuse_entries(Mute(), TEXT, "mute")
 
 
 def test_an_entry_that_forward_needs_is_missed():
