@@ -104,7 +104,9 @@ def test_a_page_is_called_by_its_job_and_step(job, tmp_path, monkeypatch, capsys
 
     assert main(["vlm", "inspect", str(job), "--step", "2"]) == 0
 
-    assert f"{job.stem}_step_2.html: " in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert f"{job.stem}_step_2.html: " in said
+    assert re.search(r"^[\d,]+ conversations, 0 cut, 0 skipped, 0 unreadable$", said, re.MULTILINE)
     assert read(tmp_path / f"{job.stem}_step_2.html").spans
 
 

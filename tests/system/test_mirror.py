@@ -334,6 +334,13 @@ def test_list_and_verify_know_the_mirror(run, capsys):
     far.write_text("x" + far.read_text()[1:])
     assert main(["checkpoint", "verify", run.mirror().url]) == 2
     assert "step 2: the content of state.json is not what was written" in capsys.readouterr().out
+
+    hint = "; forge checkpoint list shows those at its checkpoint.mirror, and the run's next start fetches one"
+    run.store.remove(run.store.steps())
+    for lost in ("has no checkpoints", "is not the directory of a run: it has no checkpoints/"):
+        assert main(["checkpoint", "verify", str(run.path)]) == 2
+        assert f"{run.path} {lost}{hint}" in capsys.readouterr().err
+        shutil.rmtree(run.store.path, ignore_errors=True)
     far.unlink()
     assert main(["checkpoint", "list", str(run.path)]) == 0
     assert "damaged: state.json is missing" in capsys.readouterr().out

@@ -53,4 +53,6 @@ def inspect(
         out.write_text(page, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"cannot write {out}: {error.strerror}") from error
+    for fact in facts:
+        click.echo(fact)
     click.echo(f"{out}: {len(batch['tokens'])} samples of step {step}")

@@ -242,7 +242,8 @@ def verify(ctx: click.Context, path: str, with_mirror: bool, as_json: bool) -> N
     if as_json:
         print_json(read)
     if not read:
-        raise ConfigError(f"{path} has no checkpoints")
+        hint = "" if with_mirror or _is_url(path) else _Run(Path(path)).hint
+        raise ConfigError(f"{path} has no checkpoints{hint}")
     ctx.exit(ExitCode.INVALID if any(one.damage for one in read) else ExitCode.COMPLETED)
 
 
@@ -339,7 +340,7 @@ class _Run:
         self.store = CheckpointStore(self.path / "checkpoints")
         if not self.store.path.is_dir() and not (may_be_elsewhere and self.has_mirror):
             missing = "does not exist" if not path.exists() else "is not the directory of a run: it has no checkpoints/"
-            raise ConfigError(f"{path} {missing}")
+            raise ConfigError(f"{path} {missing}{self.hint}")
 
     @property
     def section(self) -> CheckpointSection:
@@ -350,6 +351,13 @@ class _Run:
         except InvalidError as error:
             raise ConfigError(f"{self.path / _JOB} is not what Forge wrote: {error}") from error
         return section.at_mirror() if self.is_mirror else section
+
+    @property
+    def hint(self) -> str:
+        """The end of a sentence on checkpoints that are not here."""
+        if not self.has_mirror:
+            return ""
+        return "; forge checkpoint list shows those at its checkpoint.mirror, and the run's next start fetches one"
 
     @property
     def has_mirror(self) -> bool:
