@@ -50,6 +50,11 @@ def catalog() -> Catalog:
             4,
             ["model.feed_forward.n_experts", "6 experts cannot be shared out evenly to parallel.ep = 4"],
         ),
+        (
+            ["parallel.ep=2"],
+            10,
+            ["model.feed_forward: ", "a stack of 6 × 24 × 32, of which parallel.ep = 2", "evenly to the 5 that have"],
+        ),
         (["parallel.ep=4"], 2, ["parallel.ep = 4 must divide the 2 ranks that it borrows"]),
         (["parallel.ep=2", "parallel.tp=2"], 2, ["parallel.ep = 2 must divide the 1 ranks that it borrows"]),
         (
@@ -91,11 +96,12 @@ def test_what_cannot_be_is_said_at_validation(tmp_path, catalog, overrides, rank
         assert sentence in str(caught.value)
 
 
-def test_the_sparse_job_itself_is_valid(tmp_path, catalog):
+@pytest.mark.parametrize("ranks", [2, 6, 16])  # of 16, FSDP shares a stack along its width or dim
+def test_the_sparse_job_itself_is_valid(tmp_path, catalog, ranks):
     file = tmp_path / "job.toml"
     file.write_text(JOB)
 
-    job = load_job(file, ["parallel.ep=2"], catalog=catalog, world_size=2)
+    job = load_job(file, ["parallel.ep=2"], catalog=catalog, world_size=ranks)
 
     assert {"fsdp", "expert_parallel"} <= set(job.parallel.passes)
 

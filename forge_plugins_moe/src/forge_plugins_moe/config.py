@@ -241,6 +241,8 @@ class MoEConfig:
         ep = job.parallel.ep
         if self.n_experts % ep:
             yield "n_experts", f"{self.n_experts} experts cannot be shared out evenly to parallel.ep = {ep} ranks"
+        elif problem := self._what_fsdp_leaves(job):
+            yield "", problem
         yield from self._check_widths(job)
         if hasattr(self.router.config, "contradictions"):
             for key, sentence in self.router.config.contradictions(self.n_experts):
@@ -249,6 +251,22 @@ class MoEConfig:
             for key, sentence in self.router.config.contradictions_in(job, self.n_experts):
                 yield f"router.{key}", sentence
         yield from self._check_layers(job)
+
+    def _what_fsdp_leaves(self, job: Job) -> str | None:
+        """A stack that ``ep`` has cut, and that FSDP is to share out to the ranks that have the same experts."""
+        dim: int | None = getattr(job.model.config, "dim", None)
+        width = self.hidden_dim if dim is None else self.expert_width(dim)
+        ep, fsdp, ranks = job.parallel.ep, job.parallel.passes.get("fsdp"), job.parallel.dp_shard * job.parallel.cp
+        if ep == 1 or ranks < ep or not dim or not width or fsdp is None or getattr(fsdp.config, "keep_whole", None):
+            return None
+        cuts = ((self.n_experts, ep), (width, job.parallel.tp), (dim, 1))
+        if any(size % (ranks // ep * parts) == 0 for size, parts in cuts):
+            return None
+        return (
+            f"a stack of {self.n_experts} × {width} × {dim}, of which parallel.ep = {ep} ranks have other experts, "
+            f"cannot be shared out evenly to the {ranks // ep} that have the same ones (dp_shard × cp / ep); "
+            "change one of them"
+        )
 
     def _check_widths(self, job: Job) -> Iterator[tuple[str, str]]:
         tp = job.parallel.tp
