@@ -25,7 +25,7 @@ from forge_core.checkpoint.frozen_files import FOLDER, FrozenFiles
 from forge_core.checkpoint.fsync import flush, flush_tree, write_durably
 from forge_core.checkpoint.manifest import Manifest, as_size, describe_files, lack_of_room, write_manifest
 from forge_core.checkpoint.store import CheckpointStore
-from forge_core.distributed.collective_errors import any_rank, run_on_all_ranks
+from forge_core.distributed.collective_errors import any_rank, run_on_all_ranks, run_on_rank0
 from forge_core.distributed.timeouts import CHECKPOINT_GROUP
 from forge_core.errors import ForgeError, SaveError
 
@@ -150,9 +150,7 @@ class Saver:
         self._may_commit = may_commit
         self._timeout = timeout
         self._group = self._new_group()
-        attempt = [uuid.uuid4().hex[:12]]
-        dist.broadcast_object_list(attempt, src=0, group=self._group)
-        self._attempt = attempt[0]
+        self._attempt = run_on_rank0(lambda: uuid.uuid4().hex[:12], self._group)
         self._staging = Staging(device)
         self._thread: threading.Thread | None = None
         self._is_committed = False
@@ -199,9 +197,8 @@ class Saver:
 
     def _are_shared(self, snapshot: Snapshot) -> bool:
         """Return whether a checkpoint before has the frozen tensors. All ranks get the answer of rank 0."""
-        answer = [dist.get_rank() == 0 and self._frozen.take(snapshot.frozen, snapshot.state.get("modules", {}))]
-        dist.broadcast_object_list(answer, src=0, group=self._group)
-        return answer[0]
+        modules = snapshot.state.get("modules", {})
+        return run_on_rank0(lambda: self._frozen.take(snapshot.frozen, modules), self._group)
 
     def _join(self) -> Saved | None:
         self.wait_until_copied()
@@ -217,14 +214,13 @@ class Saver:
         if dist.get_world_size() == 1:
             return own
         error = own.error
-        said = [None if error is None else str(error)]
-        dist.broadcast_object_list(said, src=0)
+        said = run_on_rank0(lambda: None if error is None else str(error))
         if any_rank(self._is_group_lost)[0]:
             dist.destroy_process_group(self._group)
             self._group = self._new_group()
-        if said[0] is None:
+        if said is None:
             return attrs.evolve(own, error=None)
-        agreed = SaveError(said[0]) if error is None else type(error)(said[0])
+        agreed = SaveError(said) if error is None else type(error)(said)
         agreed.__cause__ = error
         return attrs.evolve(own, error=agreed)
 

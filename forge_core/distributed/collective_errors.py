@@ -81,9 +81,12 @@ def _is_on_all_ranks(error: BaseException | None) -> bool:
     return error is not None and (getattr(error, "is_on_all_ranks", False) or _is_on_all_ranks(error.__cause__))
 
 
-def run_on_rank0(work: Callable[[], T]) -> T:
+def run_on_rank0(work: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
     """Run ``work`` on rank 0, and return its result on all ranks: they may not see the same files at the same time.
     Where there is no process group, or one of a single rank, that is ``work()``.
+
+    Args:
+        group: over which they are told; it has all ranks.
 
     Raises:
         ForgeError: what ``work`` raised on rank 0; on the others of the same class, if it is one of the core's,
@@ -99,7 +102,7 @@ def run_on_rank0(work: Callable[[], T]) -> T:
         except Exception as error:  # noqa: BLE001 - the others wait to be told
             refusal = _for_others(error)
             outcome = [(None, refusal.exit_code, type(refusal).__name__)]
-    dist.broadcast_object_list(outcome, src=0)
+    dist.broadcast_object_list(outcome, src=0, group=group)
     value, code, name = outcome[0]
     if code is not None:
         refusal = refusal or _class_named(name)("")

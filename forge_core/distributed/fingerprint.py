@@ -15,7 +15,7 @@ from forge_core import __version__
 from forge_core.config.describe import literal
 from forge_core.config.diff import leaves
 from forge_core.config.sections import Job
-from forge_core.distributed.collective_errors import any_rank
+from forge_core.distributed.collective_errors import any_rank, run_on_rank0
 from forge_core.distributed.observers import installed_observers
 from forge_core.distributed.supervision import chosen_supervisor
 from forge_core.errors import ConfigError, and_more
@@ -35,10 +35,8 @@ def refuse_unequal_ranks(job: Job, catalog: Catalog) -> None:
     if dist.get_world_size() == 1:
         return
     own = fingerprint(job, catalog)
-    digest = [hashlib.sha256(json.dumps(own, sort_keys=True).encode()).digest()]
-    expected = [*digest]
-    dist.broadcast_object_list(expected, src=0)
-    if not any_rank(digest != expected)[0]:
+    digest = hashlib.sha256(json.dumps(own, sort_keys=True).encode()).digest()
+    if not any_rank(digest != run_on_rank0(lambda: digest))[0]:
         return
     ranks: list[dict[str, str]] = [{}] * dist.get_world_size()
     dist.all_gather_object(ranks, own)
