@@ -29,7 +29,7 @@ from forge_core.checkpoint.manifest import (
 from forge_core.checkpoint.retention import reasons_to_keep, superfluous
 from forge_core.checkpoint.run_mirror import NoMirror
 from forge_core.checkpoint.safe_reader import read_description, read_tensors, refuse_misfits, saved_tensors
-from forge_core.distributed.collective_errors import any_rank, run_on_rank0
+from forge_core.distributed.collective_errors import any_rank, gather, run_on_rank0
 from forge_core.errors import ConfigError
 
 __all__ = ["Checkpoint", "CheckpointStore", "find_checkpoint", "open_checkpoint", "read_job", "reasons_to_keep"]
@@ -360,9 +360,8 @@ def _whole(path: Path) -> Checkpoint | str:
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     problem = damage(path, _share(manifest.files, rank, ranks))
     if ranks > 1 and any_rank(problem is not None)[0]:
-        problems: list[str | None] = [None] * ranks
-        dist.all_gather_object(problems, problem)
-        problem = next(f"{one} (as rank {r} sees it)" if r else one for r, one in enumerate(problems) if one)
+        problems = enumerate(gather(problem))
+        problem = next(f"{one} (as rank {r} sees it)" if r else one for r, one in problems if one)
     return problem or run_on_rank0(lambda: _read(path, manifest))
 
 

@@ -52,6 +52,13 @@ def any_rank(*flags: bool, group: dist.ProcessGroup | None = None) -> list[bool]
     return answers
 
 
+def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """Return the values of all ranks, in their order; they must be picklable. All ranks call it together."""
+    values = [value] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
 def _tell(error: ForgeError | None, group: dist.ProcessGroup | None = None, done: bool = True) -> bool:
     """Tell all ranks of a failure, or that this rank is ``done`` or not; return whether all are.
 
@@ -66,10 +73,8 @@ def _tell(error: ForgeError | None, group: dist.ProcessGroup | None = None, done
 
 def _fail_together(error: ForgeError | None, group: dist.ProcessGroup | None) -> NoReturn:
     """Raise on all ranks what was raised on some. They all know that it was."""
-    said: list[tuple[str, ExitCode, str] | None] = [None] * dist.get_world_size()
     own = None if error is None else (str(error), error.exit_code, type(error).__name__)
-    dist.all_gather_object(said, own, group=group)
-    failed = [(rank, *entry) for rank, entry in enumerate(said) if entry is not None]
+    failed = [(rank, *entry) for rank, entry in enumerate(gather(own, group)) if entry is not None]
     _, _, code, name = failed[0]
     joined = _class_named(name)("" if dist.get_rank() else _joined([(rank, message) for rank, message, _, _ in failed]))
     joined.exit_code, joined.is_on_all_ranks = code, True

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from forge_core.contracts.callback import Requests
-from forge_core.distributed.collective_errors import any_rank
+from forge_core.distributed.collective_errors import any_rank, gather
 from forge_core.distributed.host_copy import HostCopy
 
 
@@ -80,8 +80,4 @@ class Consensus:
 
     def reason(self) -> str:
         """Return why to stop, once all know that they do. Where ranks were told different things, the lowest rank's."""
-        if self._alone:
-            return self._requests.stop
-        reasons: list[str] = [""] * dist.get_world_size()
-        dist.all_gather_object(reasons, self._requests.stop)
-        return next(filter(None, reasons))
+        return next(filter(None, gather(self._requests.stop)), "")

@@ -15,7 +15,7 @@ from forge_core import __version__
 from forge_core.config.describe import literal
 from forge_core.config.diff import leaves
 from forge_core.config.sections import Job
-from forge_core.distributed.collective_errors import any_rank, run_on_rank0
+from forge_core.distributed.collective_errors import any_rank, gather, run_on_rank0
 from forge_core.distributed.observers import installed_observers
 from forge_core.distributed.supervision import chosen_supervisor
 from forge_core.errors import ConfigError, and_more
@@ -38,9 +38,7 @@ def refuse_unequal_ranks(job: Job, catalog: Catalog) -> None:
     digest = hashlib.sha256(json.dumps(own, sort_keys=True).encode()).digest()
     if not any_rank(digest != run_on_rank0(lambda: digest))[0]:
         return
-    ranks: list[dict[str, str]] = [{}] * dist.get_world_size()
-    dist.all_gather_object(ranks, own)
-    differences = list(_differences(ranks))
+    differences = list(_differences(gather(own)))
     shown = "\n".join(differences[:_SHOWN]) + and_more(len(differences), _SHOWN, "\n  ")
     raise ConfigError(f"the ranks have not been started with the same job and packages:\n{shown}")
 

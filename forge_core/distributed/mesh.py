@@ -18,6 +18,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]  # torch f
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from forge_core.config.sections import AXES, Job
+from forge_core.distributed.collective_errors import gather
 from forge_core.distributed.environment import allow_sockets, interface_problem, refuse_unknown_host, why_not_joined
 from forge_core.errors import ConfigError, PluginError
 from forge_core.job import resolve_degrees
@@ -75,9 +76,7 @@ class Mesh:
         """The values of all ranks along ``axis``, in order; they must be picklable. An axis of size 1 costs nothing."""
         if self.degrees[axis] == 1:
             return [value]
-        gathered: list[T] = [value] * self.degrees[axis]
-        dist.all_gather_object(gathered, value, group=self.device_mesh.get_group(axis))
-        return gathered
+        return gather(value, self.device_mesh.get_group(axis))
 
     def sum_over(self, value: torch.Tensor, axes: tuple[str, ...]) -> torch.Tensor:
         """Sum ``value`` in place over the given axes, and return it. Axes of size 1 cost nothing."""

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from forge_core.contracts.observer import Origin
+from forge_core.distributed.collective_errors import gather
 from forge_core.errors import and_more
 from forge_core.train.gradients import Gradients, Squares, all_finite
 from forge_core.train.run import Run
@@ -230,11 +231,7 @@ class StepGuard:
         self._mean = torch.where(good, self._mean + (norm - self._mean) * share, self._mean)
 
     def _tell(self, checked: _Checked) -> None:
-        own = self._find(checked)
-        found = [own] * self._run.mesh.world_size
-        if self._run.mesh.world_size > 1:
-            dist.all_gather_object(found, own)
-        found = [one for one in found if one.loss or one.inputs or one.gradients]
+        found = [one for one in gather(self._find(checked)) if one.loss or one.inputs or one.gradients]
         numbers = sorted({index for one in found if one.loss or one.inputs for index in one.numbers})
         if not numbers:  # a gradient is the sum over all of them
             numbers = self._run.loader.stream.numbers(np.arange(checked.start, checked.stop)).tolist()
