@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import pairwise
 from typing import Any
 
 import attrs
@@ -313,9 +312,8 @@ def _finite_inputs(batches: Iterable[Mapping[str, torch.Tensor]]) -> dict[str, t
 
 def _ranges_of(numbers: Sequence[int]) -> list[list[int]]:
     """Ascending positions as ranges ``[first, last]``."""
-    starts = [numbers[0], *(after for before, after in pairwise(numbers) if after > before + 1)]
-    ends = [*(before for before, after in pairwise(numbers) if after > before + 1), numbers[-1]]
-    return [[start, end] for start, end in zip(starts, ends, strict=True)]
+    stretches = np.split(numbers, np.flatnonzero(np.diff(numbers) > 1) + 1)
+    return [[int(one[0]), int(one[-1])] for one in stretches]
 
 
 def _described(found: Sequence[_Found]) -> str:
