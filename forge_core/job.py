@@ -34,7 +34,7 @@ from forge_core.passes.order import (
     sort_passes,
 )
 from forge_core.registry.catalog import Catalog
-from forge_core.registry.component import PassComponent, kind_words
+from forge_core.registry.component import kind_words
 from forge_core.registry.entry_points import canonical_distribution
 from forge_core.registry.imports import why_undefined
 from forge_core.registry.plugin_files import PROVIDER, with_files
@@ -475,8 +475,7 @@ def _blamed_on_its_cause(problem: Problem, job: Job, document: Document, catalog
     use = job.parallel.passes.get(str(path[2])) if path[:2] == ("parallel", "passes") and len(path) > 2 else None
     if use is None or path[:3] in document.locations:
         return problem
-    component = catalog.lookup("parallel_pass", use.qualified_name).component
-    served = component.serves if isinstance(component, PassComponent) else ()
+    served = ComponentBuilder(catalog).description_of(use).serves
     written = next((cause for cause in map(setting_of, served) if cause in document.locations), None)
     return problem if written is None else attrs.evolve(problem, at=written)
 

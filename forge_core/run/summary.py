@@ -12,13 +12,11 @@ import torch
 
 from forge_core.checkpoint.compatibility import changes_that_matter, value_text
 from forge_core.config.sections import Precision
-from forge_core.contracts.component_ref import ComponentRef
 from forge_core.contracts.data_source import PositionedSource
 from forge_core.contracts.observer import PassTrace
 from forge_core.distributed.mesh import emulates_bf16
 from forge_core.errors import ConfigError, and_more
 from forge_core.job import job_table, notes
-from forge_core.registry.component import PassComponent
 from forge_core.run.global_batch import with_global_batch
 from forge_core.run.setup import Begun, RunSetup
 from forge_core.train.build import BuiltModel
@@ -88,12 +86,12 @@ def _axes(prepared: RunSetup) -> dict[str, int]:
 
 def describe(prepared: RunSetup, model: BuiltModel) -> None:
     """Print a dry run: the model, the mesh, the passes and what they touched, the data."""
-    say = prepared.console.line
+    say, described = prepared.console.line, prepared.build.description_of
     size = f"{model.n_parameters:,} parameters, vocabulary {prepared.vocab_size:,}"
     say(f"model {prepared.job.model.qualified_name}: {size}")
     say("mesh " + ", ".join(f"{axis} {degree}" for axis, degree in _axes(prepared).items()))
     passes = [
-        PassTrace(one.use.qualified_name, _phase(prepared, one.use), prepared.mesh.gather_over("pp", [*one.touched]))
+        PassTrace(one.use.qualified_name, described(one.use).phase, prepared.mesh.gather_over("pp", [*one.touched]))
         for one in model.applied
     ]
     if not prepared.events.listens("dry_run"):
@@ -124,12 +122,6 @@ def _start_words(prepared: RunSetup) -> str:
         words += f", as those of steps {', '.join(map(str, prepared.start.passed_over))} are damaged"
     skipped = checkpoint.state().get("anomalies", {}).get("skipped", 0)
     return words + (f", with {skipped} updates left out before" if skipped else "")
-
-
-def _phase(prepared: RunSetup, use: ComponentRef) -> str:
-    component = prepared.catalog.lookup("parallel_pass", use.qualified_name).component
-    assert isinstance(component, PassComponent), "discovery refuses anything else of this kind"
-    return component.phase
 
 
 @attrs.define
