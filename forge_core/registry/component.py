@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import attrs
+from attrs.validators import deep_iterable
 
 DOC = "forge_doc"
 """The entry of a field's metadata that describes it, where no docstring stands under it."""
@@ -41,15 +42,9 @@ def _is_text(_: object, attribute: attrs.Attribute[str], value: str) -> None:
         raise ValueError(f"{attribute.name} must be a sentence, got {value!r}")
 
 
-def _are_names(_: object, attribute: attrs.Attribute[tuple[str, ...]], value: tuple[str, ...]) -> None:
-    for name in value:
-        _is_name(None, attribute, name)  # type: ignore[arg-type]  # only the attribute's name is used
-
-
-def _are_modules(_: object, attribute: attrs.Attribute[tuple[str, ...]], value: tuple[str, ...]) -> None:
-    for module in value:
-        if not isinstance(module, str) or not _MODULE.fullmatch(module):
-            raise ValueError(f"{attribute.name} must be names as import has them, got {module!r}")
+def _is_module(_: object, attribute: attrs.Attribute[Any], value: str) -> None:
+    if not isinstance(value, str) or not _MODULE.fullmatch(value):
+        raise ValueError(f"{attribute.name} must be names as import has them, got {value!r}")
 
 
 def _tuple(values: Iterable[Any]) -> tuple[Any, ...]:
@@ -83,11 +78,11 @@ class Component:
     keyword-only parameters of the factory that its kind is not given."""
     kind: str = attrs.field(default="", validator=_is_name)
     """The kind, of an entry of the list ``components`` of a plugin module; the hook says it of what it yields."""
-    aliases: tuple[str, ...] = attrs.field(default=(), converter=_names, validator=_are_names)
+    aliases: tuple[str, ...] = attrs.field(default=(), converter=_names, validator=deep_iterable(_is_name))
     """Further names that resolve to this component."""
     deprecated: str = attrs.field(default="", validator=_is_text)
     """If not empty: a sentence that says what to use instead, printed whenever the component is chosen."""
-    modules: tuple[str, ...] = attrs.field(default=(), converter=_names, validator=_are_modules)
+    modules: tuple[str, ...] = attrs.field(default=(), converter=_names, validator=deep_iterable(_is_module))
     """Importable modules that the factory needs beyond the plugin's own dependencies (optional extras)."""
 
 
@@ -176,9 +171,9 @@ class PassComponent(Component):
     """A component of the kind ``parallel_pass``. Where it stands among other passes is declared here, as data."""
 
     phase: str = attrs.field(validator=attrs.validators.in_(PHASES))
-    after: tuple[str, ...] = attrs.field(default=(), converter=_names, validator=_are_names)
+    after: tuple[str, ...] = attrs.field(default=(), converter=_names, validator=deep_iterable(_is_name))
     """Passes of the same phase that must come first, if they are there."""
-    before: tuple[str, ...] = attrs.field(default=(), converter=_names, validator=_are_names)
+    before: tuple[str, ...] = attrs.field(default=(), converter=_names, validator=deep_iterable(_is_name))
     """Passes of the same phase that must come later, if they are there."""
     needs: tuple[Need, ...] = attrs.field(default=(), converter=_needs)
     """Passes without which this one has no meaning, by name or as a ``Need``. Passes that all values of its keys
@@ -189,7 +184,7 @@ class PassComponent(Component):
     ``checkpointing`` only; each stands in place of all that the job has of it."""
     adds_parameters: bool = False
     """It is an ``AddingPass``: the model's weights mean something else with it. A resume may not change its keys."""
-    serves: tuple[str, ...] = attrs.field(default=(), converter=_names, validator=_are_names)
+    serves: tuple[str, ...] = attrs.field(default=(), converter=_names, validator=deep_iterable(_is_name))
     """Mesh axes that this pass makes use of (``dp_shard``, ``tp``, …), and ``"precision"`` if it computes in
     bf16 with parameters in fp32. An axis above 1 is resolved to the one installed pass that serves it, as a name is."""
 
@@ -213,7 +208,7 @@ class Kind:
     descriptor: type[Component] = attrs.field(default=Component, validator=_is_description)
     returns: str = attrs.field(default="", validator=_is_reference)
     """``"package.module:Class"``, of which a factory must return an instance; empty if there is no such class."""
-    optional: tuple[str, ...] = attrs.field(default=(), converter=_names, validator=_are_names)
+    optional: tuple[str, ...] = attrs.field(default=(), converter=_names, validator=deep_iterable(_is_name))
     """Keywords that only those factories are given which take them."""
 
 
