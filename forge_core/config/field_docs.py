@@ -17,6 +17,7 @@ from pathlib import Path
 from types import ModuleType, NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
+from forge_core.config.describe import literal
 from forge_core.registry.component import DOC, Slot
 
 
@@ -47,11 +48,11 @@ def type_words(annotation: Any) -> str:
     if origin in (Union, UnionType):
         return " or ".join(type_words(argument) for argument in arguments if argument is not NoneType)
     if origin is Literal:
-        return " or ".join(_literal_words(value) for value in arguments)
+        return " or ".join(map(literal, arguments))
     if isinstance(origin, type) and issubclass(origin, (Mapping, Sequence, Set)):
         return _container_words(origin, arguments)
     if isinstance(annotation, type) and issubclass(annotation, enum.Enum):
-        return " or ".join(_literal_words(member.value) for member in annotation)
+        return " or ".join(literal(member.value) for member in annotation)
     if hasattr(annotation, "__supertype__"):  # a NewType, whose name says more than what it is made of
         return str(annotation.__name__).lower()
     if isinstance(annotation, type) and hasattr(annotation, "__attrs_attrs__"):
@@ -78,17 +79,10 @@ _PLAIN: Mapping[Any, str] = {
     list: "array",
     tuple: "array",
 }
-_PLURALS = {"true or false": "true or false", "anything": "anything"}
-
-
-def _literal_words(value: object) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    return f'"{value}"' if isinstance(value, str) else str(value)
 
 
 def _plural(words: str) -> str:
-    if words in _PLURALS or '"' in words or words.startswith(("array", "table of")):
+    if words in ("true or false", "anything") or '"' in words or words.startswith(("array", "table of")):
         return words
     return f"{words[:-1]}ies" if words.endswith("y") else f"{words}es" if words.endswith("s") else f"{words}s"
 
