@@ -50,8 +50,7 @@ def why_undefined(reference: str) -> str:
     path, _, name = reference.partition(":")
     if hasattr(sys.modules.get(path), name):
         return ""
-    package, *inner = path.split(".")
-    source = source_of(package, inner)
+    source = source_of(path)
     if isinstance(source, str):
         return source
     if source is None or source.suffix != ".py" or not source.is_file():
@@ -71,11 +70,12 @@ def why_undefined(reference: str) -> str:
     return f"there is no {name} in {path}.{did_you_mean(name, names)}"
 
 
-def source_of(package: str, inner: list[str]) -> Path | str | None:
+def source_of(path: str) -> Path | str | None:
     """The file of a module, found without importing its package; or a sentence, or nothing if it cannot be told."""
     from importlib.util import find_spec
     from pathlib import Path
 
+    package, *inner = path.split(".")
     if package in sys.builtin_module_names:
         return None
     spec = find_spec(package)
@@ -93,4 +93,4 @@ def source_of(package: str, inner: list[str]) -> Path | str | None:
     known = [file.stem for folder in folders for file in folder.glob("*.py")]
     if not known:  # not in a folder: in a zip file, or made by a loader of its own
         return None
-    return f"there is no module '{'.'.join((package, *inner))}'.{did_you_mean(inner[-1], known)}"
+    return f"there is no module '{path}'.{did_you_mean(inner[-1], known)}"

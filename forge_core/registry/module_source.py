@@ -93,8 +93,7 @@ def _text(path: str) -> str:
     loaded = getattr(sys.modules.get(path), "__spec__", None)
     if loaded is not None and hasattr(loaded.loader, "get_source"):
         return str(loaded.loader.get_source(path) or "")
-    package, *inner = path.split(".")
-    source = source_of(package, inner)
+    source = source_of(path)
     if isinstance(source, str):
         raise PluginError(source)
     if source is None or source.suffix != ".py":
