@@ -354,13 +354,11 @@ def _with_batches(train: TrainSection, degrees: Mapping[str, int] | None) -> tup
     """``grad_accumulation``, from ``global_batch_size`` if that is given. It is not filled in: a run that goes on on
     another number of ranks has to know whether it was asked for."""
     accumulation, total = train.grad_accumulation, train.global_batch_size
-    if total is None and accumulation is None:
-        accumulation = 1
-    if degrees is None and total is not None and total % train.batch_size:
+    if total is None:
+        return attrs.evolve(train, grad_accumulation=accumulation or 1), []
+    if degrees is None:
         wrong = f"must be a multiple of batch_size = {train.batch_size}, for any number of ranks, got {total}"
-        return train, [Problem(("train", "global_batch_size"), wrong)]
-    if degrees is None or total is None:
-        return attrs.evolve(train, grad_accumulation=accumulation), []
+        return train, [Problem(("train", "global_batch_size"), wrong)] if total % train.batch_size else []
     ranks = prod(degrees[axis] for axis in ("dp_replicate", "dp_shard"))
     microbatch = train.batch_size * ranks
     factors, sizes = "batch_size × data-parallel ranks", f"{train.batch_size} × {ranks}"
