@@ -12,11 +12,8 @@ from forge_core.errors import ConfigError
 DEFAULT_LEAD = 120.0
 """Seconds before its end at which a run saves and stops, unless ``run.stop_before_end`` says otherwise."""
 
-_FORMS = re.compile(
-    r"(?:(?P<days>\d+)-(?P<day_hours>\d+)(?::(?P<day_minutes>\d+)(?::(?P<day_seconds>\d+))?)?"
-    r"|(?P<hours>\d+):(?P<hour_minutes>\d+):(?P<hour_seconds>\d+)"
-    r"|(?P<minutes>\d+)(?::(?P<seconds>\d+))?)"
-)
+_FORM = re.compile(r"(?:(\d+)-)?(\d+(?::\d+){0,2})")
+"""Days, and up to three numbers."""
 
 
 def seconds_of(limit: int | str) -> int:
@@ -26,10 +23,11 @@ def seconds_of(limit: int | str) -> int:
     Raises:
         ConfigError: it is none of these, or no time at all.
     """
-    match = _FORMS.fullmatch(str(limit))
-    parts = {name: int(digits) for name, digits in match.groupdict().items() if digits} if match else {}
-    units = {"days": 86_400, "hours": 3600, "minutes": 60, "seconds": 1}
-    seconds = sum(number * units[re.sub(r"^(day|hour)_", "", name)] for name, number in parts.items())
+    seconds = 0
+    if match := _FORM.fullmatch(str(limit)):
+        days, numbers = match[1], match[2].split(":")
+        units = (3600, 60, 1) if days or len(numbers) == 3 else (60, 1)
+        seconds = int(days or 0) * 86_400 + sum(int(one) * unit for one, unit in zip(numbers, units, strict=False))
     if seconds == 0:
         raise ConfigError(
             f'{limit!r} is not a time limit; write minutes ("30"), hours:minutes:seconds ("12:00:00") or '
