@@ -105,15 +105,14 @@ def choose_start(
     if resume.isdecimal():
         chosen = store.at(int(resume), report)
         return Start(chosen, run_on_rank0(store.steps), keeps_until=int(resume))
-    if resume != "auto":
-        run_on_rank0(lambda: _refuse_if_nothing(resume))
-    newest = store.newest(report)
-    seen = run_on_rank0(store.steps)
-    if resume == "auto" or newest is not None:
-        if resume != "auto" and newest is not None:
-            report(f"checkpoint.resume = {resume!r} {_why_not(resume, events)}; it goes on from {newest.path.name}")
-        return Start(newest, seen)
-    return Start(find_checkpoint(Path(resume).expanduser(), report, resume_problem), seen)
+    if resume == "auto":
+        return Start(store.newest(report), run_on_rank0(store.steps))
+    run_on_rank0(lambda: _refuse_if_nothing(resume))
+    newest, seen = store.newest(report), run_on_rank0(store.steps)
+    if newest is None:
+        return Start(find_checkpoint(Path(resume).expanduser(), report, resume_problem), seen)
+    report(f"checkpoint.resume = {resume!r} {_why_not(resume, events)}; it goes on from {newest.path.name}")
+    return Start(newest, seen)
 
 
 def _why_not(resume: str, events: Sequence[Mapping[str, Any]]) -> str:
