@@ -44,9 +44,9 @@ class ComponentState:
     state: Mapping[str, Any]
 
 
-@attrs.frozen(kw_only=True)
-class SavedRow:
-    """Steps in a row that were left out."""
+@attrs.frozen
+class SampleRange:
+    """Steps in a row whose updates were left out, and their samples: positions ``start`` to ``stop − 1``."""
 
     first_step: int = attrs.field(validator=_COUNT)
     start: int = attrs.field(validator=_COUNT)
@@ -54,12 +54,16 @@ class SavedRow:
     steps: int = attrs.field(validator=_COUNT)
 
 
+SavedRow = SampleRange
+"""Its older name."""
+
+
 @attrs.frozen(kw_only=True)
 class SavedAnomalies:
     """The step guard's state."""
 
     skipped: int = attrs.field(validator=_COUNT)
-    row: SavedRow | None
+    row: SampleRange | None
     mean_norm: tuple[float, float]
     loss_scale: tuple[float, float, float] | None = None
 

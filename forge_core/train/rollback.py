@@ -7,13 +7,14 @@ from typing import Any
 
 import attrs
 
+from forge_core.checkpoint.contents import SampleRange
 from forge_core.checkpoint.run_mirror import NoMirror
 from forge_core.checkpoint.store import Checkpoint, CheckpointStore
 from forge_core.distributed.collective_errors import run_on_all_ranks
 from forge_core.distributed.timeouts import longer_timeouts
 from forge_core.errors import ConfigError, NonFiniteError
 from forge_core.train.run import Run
-from forge_core.train.step_guard import SampleRange, StepGuard
+from forge_core.train.step_guard import StepGuard
 
 
 @attrs.define

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from forge_core.checkpoint.contents import SampleRange
 from forge_core.contracts.observer import Origin
 from forge_core.distributed.collective_errors import gather
 from forge_core.errors import and_more
@@ -28,16 +29,6 @@ _LISTED = 8
 """Names and ranks in an event; of more, the number is given."""
 _SAID = 3
 """The same in a line."""
-
-
-@attrs.frozen
-class SampleRange:
-    """Steps in a row whose updates were left out, and their samples: positions ``start`` to ``stop − 1``."""
-
-    first_step: int
-    start: int
-    stop: int
-    steps: int
 
 
 @attrs.frozen

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 import fork_server
+from forge_core.checkpoint.contents import SampleRange
 from forge_core.checkpoint.store import open_checkpoint
 from forge_core.cli import main
 from forge_core.errors import MirrorError, PluginError
-from forge_core.train.step_guard import SampleRange
 from forge_core.train.trainer import Trainer
 from forge_plugins_mirror.host_memory import keeper, mirror
 from forge_plugins_mirror.host_memory.keeper import Keeper

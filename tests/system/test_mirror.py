@@ -12,10 +12,10 @@ import pytest
 
 import fork_server
 from faults.objects import Objects
+from forge_core.checkpoint.contents import SampleRange
 from forge_core.checkpoint.manifest import read_manifest
 from forge_core.checkpoint.store import CheckpointStore
 from forge_core.cli import main
-from forge_core.train.step_guard import SampleRange
 from forge_core.train.trainer import Trainer
 from forge_plugins_mirror.host_memory.mirror import HostMemory
 from forge_plugins_mirror.mirror import Mirror, open_mirror
