@@ -21,7 +21,7 @@ Batch = dict[str, torch.Tensor]
 """The arrays of ``DataSource.read`` as CPU tensors with ``batch_size`` rows."""
 
 
-class BatchLoader(AbstractContextManager["BatchLoader"]):
+class BatchLoader(Iterator[list[Batch]], AbstractContextManager["BatchLoader"]):
     """An endless iterator over steps; each is the list of this rank's ``grad_accumulation`` microbatches.
 
     The step that starts at position ``p`` covers ``p … p + G − 1`` of the stream, where
@@ -76,9 +76,6 @@ class BatchLoader(AbstractContextManager["BatchLoader"]):
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="forge-data") if workers else None
         self._ahead: deque[Future[Batch]] = deque()
         self._closed = False
-
-    def __iter__(self) -> Iterator[list[Batch]]:
-        return self
 
     def __next__(self) -> list[Batch]:
         """Return the next step's microbatches.
