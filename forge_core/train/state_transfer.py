@@ -58,13 +58,11 @@ def take_state(contents: Contents, state: LiveState) -> int:
         for key, tensor in locals_of_own.items():
             tensor.copy_(given[key])
     load_states(_callbacks(contents), facts["callbacks"])
-    progress = facts["progress"]
-    stream = loader.stream
-    left_out = [(start, stop) for start, stop in progress["left_out"]]
-    loader.restart(SampleStream(stream.source, stream.seed, stream.shuffle, left_out), progress["position"])
+    progress, before = facts["progress"], loader.stream
+    stream = SampleStream(before.source, before.seed, before.shuffle, progress["left_out"])
+    loader.restart(stream, progress["position"])
     contents.rollback.guard.restart(progress["anomalies"])
-    step: int = progress["step"]
-    return step
+    return int(progress["step"])
 
 
 def _callbacks(contents: Contents) -> list[tuple[str, Callback]]:
