@@ -75,7 +75,7 @@ class RunDirectory:
             )
 
     def open(self, job: Job, environment: Mapping[str, Any], resumed_step: int) -> None:
-        """Create the directory, or take it up again after ``resumed_step``.
+        """Create the directory, or take it up again after ``resumed_step``. Rank 0 alone calls it.
 
         Lines of ``metrics.jsonl`` about later steps belong to work that was lost with the process that did it; they are
         taken out, so that the file tells one history.
@@ -83,8 +83,6 @@ class RunDirectory:
         Raises:
             ConfigError: the directory cannot be written to after all.
         """
-        if not self._writes:
-            return
         try:
             self._open(job, environment, resumed_step)
         except OSError as error:
