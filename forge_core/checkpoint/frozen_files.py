@@ -9,6 +9,7 @@ import shutil
 import tempfile
 import uuid
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -61,12 +62,8 @@ class FrozenFiles:
         shutil.rmtree(self._links, ignore_errors=True)
         self._shared = None
         for folder in reversed(self._known):
-            try:
-                self._shared = self._link(folder, keys, modules)
-            except (OSError, DamagedError):  # it has been removed or put aside, or the disk has no links
-                continue
-            if self._shared is not None:
-                break
+            with suppress(OSError, DamagedError):  # it has been removed or put aside, or the disk has no links
+                self._shared = self._shared or self._link(folder, keys, modules)
         return self._shared is not None
 
     def put(self, folder: Path) -> None:
