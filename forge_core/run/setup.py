@@ -38,7 +38,7 @@ from forge_core.run.global_batch import with_global_batch
 from forge_core.run.lease import Sign, refuse_if_held
 from forge_core.run.resume import Start, choose_start, refuse_if_gone, refuse_if_incompatible, resume_asked_for
 from forge_core.train.build import choose_vocab_size
-from forge_core.train.component_checks import CheckedSchedule
+from forge_core.train.component_checks import checked_schedule
 from forge_core.train.evaluation import NamedEvaluation, build_evaluations
 from forge_core.train.events import Events, mistaken_events
 from forge_core.train.replication import refuse_unfit_replications
@@ -188,7 +188,7 @@ def prepare(begun: Begun) -> RunSetup:
         evaluated=evaluated.opened,
         entries=entries,
         vocab_size=choose_vocab_size(job, source),
-        schedule=CheckedSchedule(
+        schedule=checked_schedule(
             build(job.scheduler, total_steps=job.train.steps, tokens_per_step=_tokens_per_step(job)),
             build.words_for(job.scheduler),
             job.train.steps,

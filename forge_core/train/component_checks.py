@@ -238,23 +238,19 @@ _LOOKED_AT_BEFORE = 1000
 milliseconds."""
 
 
-class CheckedSchedule:
-    """Args:
-    words: names the component in messages.
+def checked_schedule(schedule: Schedule, words: str, total_steps: int) -> Schedule:
+    """The same schedule, whose every multiplier is looked at.
+
+    Args:
+        words: names the component in messages.
 
     Raises:
         PluginError: a multiplier of the run is not finite or negative; here if it is found before the run.
     """
 
-    def __init__(self, schedule: Schedule, words: str, total_steps: int) -> None:
-        self._schedule = schedule
-        self._words = words
-        for step in range(1, total_steps + 1, -(-total_steps // _LOOKED_AT_BEFORE)):
-            self(step)
-
-    def __call__(self, step: int, /) -> float:
-        with noting(f"raised by {self._words} at step {step}"):
-            multiplier: Any = self._schedule(step)
+    def checked(step: int, /) -> float:
+        with noting(f"raised by {words} at step {step}"):
+            multiplier: Any = schedule(step)
         if isinstance(multiplier, bool) or not isinstance(multiplier, Real):
             found = f"a {type(multiplier).__name__}"
         elif not (math.isfinite(multiplier) and float(multiplier) >= 0):
@@ -262,6 +258,10 @@ class CheckedSchedule:
         else:
             return float(multiplier)
         raise PluginError(
-            f"{self._words} gives {found} as the learning rate's multiplier of step {step}; it must be a finite "
-            "number, and not negative. This is a bug in the schedule."
+            f"{words} gives {found} as the learning rate's multiplier of step {step}; it must be a finite number, and "
+            "not negative. This is a bug in the schedule."
         )
+
+    for step in range(1, total_steps + 1, -(-total_steps // _LOOKED_AT_BEFORE)):
+        checked(step)
+    return checked
