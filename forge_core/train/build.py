@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from numbers import Real
 from types import MappingProxyType
 from typing import Any
@@ -12,7 +13,6 @@ from typing import Any
 import attrs
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from forge_core.checkpoint.state_dict import model_tensors, named_parameters
 from forge_core.config.builder import ComponentBuilder
@@ -27,6 +27,7 @@ from forge_core.contracts.parallel_pass import ParallelPass, PassContext, SplitP
 from forge_core.contracts.phase_plan import KnownParameters, PhasePlan
 from forge_core.errors import ConfigError, PluginError, and_more, noting
 from forge_core.ops.auxiliary_loss import LEDGER
+from forge_core.ops.local_tensor import local_tensor
 from forge_core.ops.partial_gradients import PartialGradients
 from forge_core.ops.sequence_sum import share_out_positions
 from forge_core.train.component_checks import CheckedLoss
@@ -141,11 +142,9 @@ def build_model(
         known = _all_names(parts)
     if fill is None:
         _refuse_too_large(parts, torch.device("cpu") if on_host else device)
+        fill = partial(materialise, on_host=on_host, scales=sized.initial_scales() if sized else {})
     for part in parts:
-        if fill is not None:
-            fill(part, device, job.train.seed)
-        else:
-            materialise(part, device, job.train.seed, on_host=on_host, scales=sized.initial_scales() if sized else {})
+        fill(part, device, job.train.seed)
     loss = CheckedLoss(build(job.loss), build.words_for(job.loss), context.entries)
     _refuse_loss(model, loss, job.model.qualified_name, has_weights="weights" in context.entries)
     executor = split.executor(parts, loss, context) if split else PlainExecutor(parts[0], loss)
@@ -156,8 +155,8 @@ def build_model(
             "would give it that; the pass that splits the model needs an executor with binds_loss"
         )
     parameters = named_parameters(parts)
-    partial = PartialGradients.of(parts, context.mesh, device)
-    return BuiltModel(parts, applied, roles, known_parameters, parameters, flops, executor, partial, loss, sized)
+    gradients = PartialGradients.of(parts, context.mesh, device)
+    return BuiltModel(parts, applied, roles, known_parameters, parameters, flops, executor, gradients, loss, sized)
 
 
 def _with_added(
@@ -231,7 +230,7 @@ def _refuse_too_large(parts: Sequence[nn.Module], device: torch.device) -> None:
     else:
         memory, where = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "this machine"
     tensors = (tensor for part in parts for tensor in (*part.parameters(), *part.buffers()))
-    size = sum((tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes for tensor in tensors)
+    size = sum(local_tensor(tensor).nbytes for tensor in tensors)
     if size > memory:
         raise ConfigError(
             f"model: the parameters of one rank take {size / 2**30:,.0f} GiB, and {where} has "
