@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -101,7 +100,7 @@ def empty_optimizer_state(
     """
     tensors: dict[str, torch.Tensor] = {}
     for key, metadata in saved.items():
-        if key.startswith("optimizer.") and isinstance(metadata, TensorStorageMetadata):
+        if key.startswith("optimizer."):
             name, slot = _split(key)
             if name in elsewhere:
                 continue
