@@ -204,11 +204,8 @@ def _changes(path: Path, found: Sign) -> bool:
     deadline = time.monotonic() + SILENCE
     while time.monotonic() < deadline:
         time.sleep(BEAT / 4)
-        now = _read(path)
-        if now is None:
-            return False  # given back while we waited
-        if now != found:
-            return True
+        if (now := _read(path)) != found:
+            return now is not None  # else it was given back while we waited
     return False
 
 
