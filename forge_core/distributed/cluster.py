@@ -48,8 +48,6 @@ def note_job(cluster: ClusterEnvironment, environment: MutableMapping[str, str])
     """Set the variables above, and forget those of a job that has started this one."""
     end = cluster.end_time(environment)
     said = {CLUSTER: cluster.title, JOB: cluster.job(environment), JOB_END: "" if end is None else str(end)}
-    for name, value in said.items():
-        if value:
-            environment[name] = value
-        else:
-            environment.pop(name, None)
+    for name in said:
+        environment.pop(name, None)
+    environment.update({name: value for name, value in said.items() if value})
