@@ -207,10 +207,9 @@ def read_text(folder: Path, name: str) -> bytes:
 
 def leads_outside(value: Any) -> str | None:
     """The first text in a table that would be a path to outside of the folder it is relative to."""
-    if isinstance(value, Mapping):
-        return next((found for item in value.values() if (found := leads_outside(item)) is not None), None)
-    if isinstance(value, (list, tuple)):
-        return next((found for item in value if (found := leads_outside(item)) is not None), None)
+    if isinstance(value, (Mapping, list, tuple)):
+        items = value.values() if isinstance(value, Mapping) else value
+        return next((found for item in items if (found := leads_outside(item)) is not None), None)
     if isinstance(value, PurePath):
         value = str(value)
     if not isinstance(value, str):
