@@ -47,7 +47,7 @@ def ownership(setup: RunSetup, environment: Mapping[str, Any], limit: TimeLimit,
     """
     with _held(setup) as held:
         run_on_all_ranks(lambda: refuse_unless_shared(setup.directory.path, held.attempt))
-        run_on_all_ranks(lambda: _open_directory(setup, environment))
+        run_on_rank0(lambda: _open_directory(setup, environment))
         try:
             _begin_mirror(setup, held, limit, n_bytes // setup.mesh.degrees["dp_replicate"])
             yield held
@@ -99,8 +99,6 @@ def _lease(begun: Begun) -> Lease | None:
 
 def _open_directory(prepared: RunSetup, environment: Mapping[str, Any]) -> None:
     """On rank 0."""
-    if prepared.mesh.rank > 0:
-        return
     start, store = prepared.start, prepared.store
     if store.steps() != list(start.seen):
         raise ConfigError(f"{store.path} has changed while this run was being prepared; start it again")

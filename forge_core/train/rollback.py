@@ -10,7 +10,7 @@ import attrs
 from forge_core.checkpoint.contents import SampleRange
 from forge_core.checkpoint.run_mirror import NoMirror
 from forge_core.checkpoint.store import Checkpoint, CheckpointStore
-from forge_core.distributed.collective_errors import run_on_all_ranks
+from forge_core.distributed.collective_errors import run_on_rank0
 from forge_core.distributed.timeouts import longer_timeouts
 from forge_core.errors import ConfigError, NonFiniteError
 from forge_core.train.run import Run
@@ -66,7 +66,7 @@ class Rollback:
         if loader.stream.streams is not None:
             loader.stream.streams.restart(**state["streams"])
         self.guard.restart(state.get("anomalies"))
-        run_on_all_ranks(lambda: self._take_back_files(checkpoint.step))
+        run_on_rank0(lambda: self._take_back_files(checkpoint.step))
         self.mirror.rolled_back(checkpoint.step)
         self.run.log(
             f"rolled back from step {step} to {checkpoint.path.name}, {self.attempts} of at most "
@@ -99,9 +99,9 @@ class Rollback:
         )
 
     def _take_back_files(self, step: int) -> None:
-        if self.run.mesh.rank == 0:
-            self.store.put_aside(step)
-            self.run.directory.forget_after(step)
+        """On rank 0."""
+        self.store.put_aside(step)
+        self.run.directory.forget_after(step)
 
 
 def _steps(left_out: SampleRange) -> str:
