@@ -64,18 +64,16 @@ class BatchLoader(Iterator[list[Batch]], AbstractContextManager["BatchLoader"]):
         prefetch: int,
         pin_memory: bool,
     ) -> None:
-        self.position = position
         self.seconds_waiting = 0.0
-        self.stream = stream
         self._pin_memory = pin_memory
         self._batch_size = batch_size
         self._grad_accumulation = grad_accumulation
         self._prefetch = prefetch
-        self._cut(dp_rank, dp_size)
-        self._next = (position, 0)
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="forge-data") if workers else None
         self._ahead: deque[Future[Batch]] = deque()
         self._closed = False
+        self.restart(stream, position)
+        self._cut(dp_rank, dp_size)
 
     def __next__(self) -> list[Batch]:
         """Return the next step's microbatches.
