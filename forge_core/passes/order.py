@@ -248,10 +248,8 @@ def _why_unserved(
     purpose = "computes in it" if capability == "precision" else f"serves the axis '{capability}'"
     wanted = [one for one in candidates if one.qualified_name not in switched_off]
     if len(wanted) > 1:
-        lines = [f'    "{one.qualified_name}" = true    # {one.component.summary}' for one in wanted]
-        return f"{why}: {len(wanted)} installed passes could serve it. Say which one, under [parallel.passes]:\n" + (
-            "\n".join(lines)
-        )
+        lines = "\n".join(f'    "{one.qualified_name}" = true    # {one.component.summary}' for one in wanted)
+        return f"{why}: {len(wanted)} installed passes could serve it. Say which one, under [parallel.passes]:\n{lines}"
     if candidates:
         names = sorted({switched_off[one.qualified_name] for one in candidates})
         keys = " and ".join(f"parallel.passes.{name} = false" for name in names)
