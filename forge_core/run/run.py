@@ -317,7 +317,7 @@ class _Training:
             saving=self._make_saving(built, rollback, metrics, replicas),
             replicas=replicas,
             restore_callbacks=self._restore_callbacks,
-            step=setup.checkpoint.step if setup.checkpoint else 0,
+            step=setup.start.step,
         )
 
     def _restore_callbacks(self) -> None:
@@ -383,7 +383,7 @@ class _Training:
             metrics=metrics,
             replicas=replicas,
             committed=lambda saved: self._time_limit.must_hold(saved.seconds, setup.console.line),
-            saved_step=setup.checkpoint.step if setup.checkpoint else 0,
+            saved_step=setup.start.step,
         )
 
 
