@@ -130,8 +130,11 @@ class EvaluatedData:
         return source
 
 
-def entries_of(source: Source, seq_len: int) -> dict[str, Entry | None]:
+def entries_of(source: Source, seq_len: int | None = None) -> dict[str, Entry | None]:
     """The entries that a source gives, each as it or the contract describes it; ``None`` without a description.
+
+    Args:
+        seq_len: of the samples that it is to give; ``None``: any.
 
     Raises:
         PluginError: it describes an entry otherwise than the engine takes it, or has samples of another length.
@@ -144,7 +147,7 @@ def entries_of(source: Source, seq_len: int) -> dict[str, Entry | None]:
         )
     read = source.read_at if isinstance(source, PositionedSource) else source.read
     batch = with_counts(read(np.zeros(1, dtype=np.int64)), counted_entry(source))
-    if (length := batch["tokens"].shape[1]) != seq_len:
+    if (length := batch["tokens"].shape[1]) != seq_len and seq_len is not None:
         raise PluginError(
             f"{type(source).__qualname__} gives samples of {length} tokens, which must have train.seq_len = {seq_len}"
         )

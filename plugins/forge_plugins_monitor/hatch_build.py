@@ -8,8 +8,7 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 ARCHIVE = "forge_plugins_monitor/pages/text.bz2"
 IN_WHEELS = (
-    *("quickstart.md", "configuration.md", "running.md", "checkpoints.md", "data.md", "slurm.md", "evaluate.md"),
-    *("hooks/forge_routers.md", "hooks/forge_optimizers.md", "hooks/forge_schedulers.md"),
+    *("quickstart.md", "configuration.md", "running.md", "checkpoints.md", "data.md", "slurm.md"),
     *("how-to/choose-a-layout.md", "how-to/debug-a-loss-curve.md"),
     "how-to/find-why-a-run-stopped.md",
     *("how-to/reproduce-a-run.md", "how-to/resume-and-branch.md", "how-to/save-memory.md"),
