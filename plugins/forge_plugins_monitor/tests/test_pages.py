@@ -128,8 +128,9 @@ def test_wheels_have_some_pages_and_say_that_others_are_on_the_site(in_wheels, c
         assert capsys.readouterr().err.endswith(
             f"is not in the wheels, but on the site, and in a checkout: docs/{name}\n"
         )
-    assert main(["docs", "scale#x"]) == 2
-    assert "the page 'scale#x' is not in the wheels" in capsys.readouterr().err
+    for name in ("scale#x", "tokenizer"):
+        assert main(["docs", name]) == 2
+        assert f"the page '{name}' is not in the wheels" in capsys.readouterr().err
 
 
 def test_an_installation_without_pages_says_so(tmp_path, capsys, monkeypatch):

@@ -85,7 +85,8 @@ def _find(name: str, known: Mapping[str, Page], catalog: Catalog) -> Page:
     for one in [known[on_page]] if on_page in known else known.values():
         if anchor in (found := sections(one)):
             return found[anchor]
-    wanted_file = next((file for file in elsewhere() if Path(file).stem == wanted.partition("#")[0]), None)
+    names = (on_page or wanted, kind.hook if kind else "")
+    wanted_file = next((file for file in elsewhere() if Path(file).stem in names), None)
     if wanted_file is not None:
         raise ConfigError(
             f"the page '{name}' is not in the wheels, but on the site, and in a checkout: docs/{wanted_file}"
