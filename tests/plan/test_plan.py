@@ -272,7 +272,11 @@ def test_the_text_names_passes_stages_and_whether_it_fits(plan):
         (["--world-size", "1", "data.name=token_files", "data.path=x"], "say --vocab-size N, or set model.vocab_size"),
         (
             ["--world-size", "6", "parallel.ep=2", "model.num_experts=4", "model.moe={hidden_dim=16}"],
-            "blocks.0.feed_forward.experts.gate, of the shape (4, 16, 64), cut into 2 × 1 × 1 parts by",
+            "model.moe: a stack of 4 × 16 × 64, of which parallel.ep = 2 ranks have other experts, cannot be shared",
+        ),
+        (
+            ["--world-size", "6", "parallel.ep=2", "model.num_experts=4", "model.moe={hidden_dim=48, bias=true}"],
+            "blocks.0.feed_forward.experts.down_bias, of the shape (4, 64), cut into 2 × 1 parts by",
         ),
         (
             ["--world-size", "2", "parallel.passes.fsdp.cpu_offload=true"],

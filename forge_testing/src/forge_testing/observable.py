@@ -55,7 +55,9 @@ class ObservableConformance:
             with observed(model, sites):
                 found = model(self.tokens(), **self.inputs())
 
-        assert torch.equal(found, expected), "the logits are others while sites are looked at"
+        # products of matrices are rounded by where their tensors lie in memory, which is elsewhere if some are kept
+        nearly = torch.allclose(found, expected, rtol=1e-5, atol=1e-6 * float(expected.abs().max()))
+        assert nearly, "the logits are others while sites are looked at"
 
     def test_a_site_put_back_gives_what_its_module_gave(self) -> None:
         model, sites = self._observable()

@@ -438,8 +438,10 @@ def _read_state(
             )
             whole = _whole(value)
             if isinstance(empty, DTensor):
-                whole = distribute_tensor(whole, empty.device_mesh, empty.placements)
-            fresh.state[new.parameter][slot] = empty.copy_(whole)
+                # on the parameter's mesh: torch may remember an equal one for `empty`, of a group that is gone
+                assert isinstance(new.parameter, DTensor)
+                whole = distribute_tensor(whole, new.parameter.device_mesh, empty.placements)
+            fresh.state[new.parameter][slot] = whole.clone()
 
 
 def _assert_can_be_saved(
