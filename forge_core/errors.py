@@ -88,6 +88,10 @@ def noting(note: str, *, ours: bool = False) -> Iterator[None]:
     """
     try:
         yield
+    except StopIteration as error:  # a loop around the component would just end
+        stopped = RuntimeError("StopIteration left the component")
+        stopped.add_note(note)
+        raise stopped.with_traceback(error.__traceback__) from None  # contextlib would raise its cause instead
     except Exception as error:
         if ours or not isinstance(error, ForgeError):
             error.add_note(note)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -18,6 +18,10 @@ class Supervisor(Callback):
 
     The training thread calls all methods. It is a callback, too, and hears of the run's events before all others.
     """
+
+    calling: Callable[[], str] = staticmethod(lambda: "")
+    """Name the callback in which the training thread is, and its event, or nothing; any thread may ask. The engine sets
+    it once it has built callbacks."""
 
     def beat(self, more: float = 0.0) -> None:
         """Say that this rank has got further.

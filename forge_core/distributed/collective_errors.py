@@ -33,7 +33,7 @@ def run_on_all_ranks(work: Callable[[], T], group: dist.ProcessGroup | None = No
     try:
         done = work()
     except Exception as error:
-        if not _is_on_all_ranks(error):
+        if not (isinstance(error, ForgeError) and _is_on_all_ranks(error)):
             _tell(_for_others(error), group)
         raise
     _tell(None, group)

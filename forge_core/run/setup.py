@@ -177,6 +177,16 @@ def prepare(begun: Begun) -> RunSetup:
     named = zip(map(build.words_for, job.callbacks), (callback for _, callback in callbacks), strict=True)
     for line in mistaken_events(named):
         console.line(f"warning: {line}")
+    events = Events(
+        [
+            *([("timeouts", Timeouts(job.run)), ("supervisor", peers)] if is_supervised else []),
+            ("console", console),
+            *(("progress bar", bar) for bar in console.progress()),
+            *observers,
+            *((f"callbacks[{index}] {name}", one) for index, (name, one) in enumerate(callbacks)),
+        ]
+    )
+    peers.calling = lambda: events.calling
     return RunSetup(
         **{**attrs.asdict(begun, recurse=False), "job": job},
         build=build,
@@ -194,15 +204,7 @@ def prepare(begun: Begun) -> RunSetup:
             job.train.steps,
         ),
         callbacks=callbacks,
-        events=Events(
-            [
-                *([("timeouts", Timeouts(job.run)), ("supervisor", peers)] if is_supervised else []),
-                ("console", console),
-                *(("progress bar", bar) for bar in console.progress()),
-                *observers,
-                *((f"callbacks[{index}] {name}", one) for index, (name, one) in enumerate(callbacks)),
-            ]
-        ),
+        events=events,
         warm_start=warm_start,
         accumulation_asked_for=accumulation_asked_for,
     )

@@ -344,14 +344,14 @@ def build_optimizer(job: Job, model: BuiltModel, build: ComponentBuilder) -> tor
             for name, p in trainable.items()
         ],
     )
-    groups = getattr(optimizer, "param_groups", ())
+    groups, step = getattr(optimizer, "param_groups", ()), getattr(optimizer.step, "__func__", optimizer.step)
     taken = [id(parameter) for group in groups for parameter in group["params"]]
     problem = ""
     if sorted(taken) != sorted(id(parameter) for parameter in trainable.values()):
         problem = f"holds {len(taken)} parameters of {len(trainable)}; it must take each exactly once"
     elif not all(isinstance(group.get("lr"), Real | torch.Tensor) for group in groups):
         problem = "has a group of parameters whose 'lr' is no number; each has its learning rate there"
-    elif inspect.unwrap(type(optimizer).step) is inspect.unwrap(torch.optim.Optimizer.step):
+    elif inspect.unwrap(step) is inspect.unwrap(torch.optim.Optimizer.step):
         problem = "has no step of its own"
     if problem:
         raise PluginError(f"{build.words_for(job.optimizer)} {problem}. This is a bug in the optimizer.")

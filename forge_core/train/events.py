@@ -34,6 +34,9 @@ class Events:
     event without listeners is an empty loop.
     """
 
+    calling = ""
+    """The callback that is being called, and its event; for other threads to read."""
+
     def __init__(self, callbacks: Sequence[tuple[str, Callback]]) -> None:
         manager = _CallbackManager("forge_lifecycle")
         manager.add_hookspecs(Observer)
@@ -59,9 +62,12 @@ class Events:
     def call(self, event: str, **given: Any) -> list[Any]:
         """Returns what each listener returns. Raises what a callback raises, with a note that names it."""
         answers: list[Any] = []
+        outer = self.calling
         for name, function, wanted in self._listeners[event]:
+            self.calling = f"{name}, {event}"
             with noting(f"raised by {name} in {event}", ours=True):
                 answers.append(function(*(given[argument] for argument in wanted)))
+        self.calling = outer
         return answers
 
     def call_failed(self, log: Callable[[str], None], **given: Any) -> None:

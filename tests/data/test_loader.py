@@ -378,3 +378,14 @@ def test_other_ranks_from_a_step_on_go_on_where_the_stream_is(workers):
                 read += (batch["tokens"][:, 0] // 10).tolist()
 
     assert read == [*range(14)]
+
+
+def test_a_source_that_stops_in_the_middle_is_an_error_and_no_end():
+    class Stops(NumberedSource):
+        def read(self, indices):
+            next(iter(()))
+
+    with pytest.raises(RuntimeError, match="StopIteration left the component") as caught:
+        next(loader(Stops(8), shuffle=False))
+
+    assert "positions 0 to 1" in caught.value.__notes__[0]

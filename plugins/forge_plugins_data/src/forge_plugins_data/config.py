@@ -62,7 +62,7 @@ class FilesConfig(HeldOutConfig):
         yield from check_held_out(self, job)
         known: dict[Path, str] = {}
         for one in self.path if isinstance(self.path, tuple) else ():
-            place = Path(one).expanduser().resolve()
+            place = _resolved(one)
             first = known.get(place)
             known[place] = one
             if first is not None:
@@ -72,6 +72,13 @@ class FilesConfig(HeldOutConfig):
     def missing(self) -> Iterable[str]:
         """Paths that are not there."""
         yield from missing_paths(self.path)
+
+
+def _resolved(path: str) -> Path:
+    try:
+        return Path(path).expanduser().resolve()
+    except (OSError, RuntimeError, ValueError):  # no such user, or links in a circle; the reader says so
+        return Path(path)
 
 
 class _HoldsOut(Protocol):

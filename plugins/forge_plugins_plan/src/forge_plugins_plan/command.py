@@ -166,16 +166,19 @@ def _job_and_ranks(
 
 
 def _vocabulary_of_run(folder: Path, run: RunFigures | None) -> int | None:
-    """That of its newest checkpoint, if it has one."""
-    from forge_core.checkpoint.store import find_checkpoint
+    """That of its newest checkpoint, if it has one. Its tensors, which may be terabytes, are not looked at."""
+    from forge_core.checkpoint.contents import read_state
+    from forge_core.checkpoint.manifest import DamagedError
+    from forge_core.checkpoint.store import CheckpointStore
 
-    if run is None:
-        return None
-    try:
-        found: int = find_checkpoint(folder, lambda line: None).state()["vocab_size"]
-    except ConfigError:
-        return None
-    return found
+    store = CheckpointStore(folder / "checkpoints")
+    for step in reversed(store.steps() if run is not None else []):
+        try:
+            found = read_state(store.folder(step)).get("vocab_size")
+        except DamagedError:
+            continue
+        return found if isinstance(found, int) else None
+    return None
 
 
 def _echo(

@@ -411,8 +411,9 @@ def vocabulary_of(job: Job, build: ComponentBuilder, given: int | None) -> int:
 
 def _vocabulary_of_data(config: Any, build: ComponentBuilder) -> int | None:
     """What the keys say, or those of a mixture's sources."""
-    if sources := getattr(config, "sources", ()):
-        found = [_vocabulary_of_data(one.source.config, build) for one in sources]
+    sources = [getattr(one, "source", None) for one in getattr(config, "sources", ())]
+    if sources:
+        found = [_vocabulary_of_data(getattr(one, "config", None), build) for one in sources]
         return None if None in found else max(one for one in found if one is not None)
     said: int | None = getattr(config, "vocab_size", None)
     tokenizer = getattr(config, "tokenizer", None)

@@ -6,7 +6,7 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -47,12 +47,13 @@ class Heartbeat:
     Args:
         own: read at each beat.
         timeout: of this rank, which says whether it wants to know how the others are.
+        calling: names the callback in which the training thread is, and its event.
     """
 
     _watch: NodeWatch | None = None
 
-    def __init__(self, own: Condition, timeout: StepTimeout) -> None:
-        self.own = own
+    def __init__(self, own: Condition, timeout: StepTimeout, calling: Callable[[], str] = lambda: "") -> None:
+        self.own, self._calling = own, calling
         self.verdict: Finding | None = None
         """The finding for all ranks: the first one stands."""
         self.verdict_at = 0.0
@@ -87,7 +88,10 @@ class Heartbeat:
     @property
     def where(self) -> str:
         """Say what the training thread does, or did when it gave up waiting."""
-        return self.own.gave_up_at or position_of_thread(self._main)
+        if self.own.gave_up_at:
+            return self.own.gave_up_at
+        position, calling = position_of_thread(self._main) or "an unknown place", self._calling()
+        return f"{position}, in {calling}" if calling else position
 
     def close(self) -> None:
         self._ended.set()

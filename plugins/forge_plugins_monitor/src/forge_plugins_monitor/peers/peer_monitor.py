@@ -76,7 +76,7 @@ class PeerMonitor(Supervisor):
         self._timeout = run_on_all_ranks(
             lambda: StepTimeout(run.first_step_timeout, Watchdog(self._who, stacks, launcher))
         )
-        self._heartbeat = Heartbeat(self._own, self._timeout)
+        self._heartbeat = Heartbeat(self._own, self._timeout, lambda: self.calling())
         of_nccl = "nccl" in dist.get_backend_config()
         self._record = FlightRecord(run_directory / "collectives", self._rank, of_nccl=of_nccl)
         self.beat()

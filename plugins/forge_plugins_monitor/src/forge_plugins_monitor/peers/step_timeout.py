@@ -86,7 +86,7 @@ class StepTimeout:
     def _guard(self, end_now: Callable[[], End], last_words: Callable[[], None]) -> None:
         has_said = False
         while not self._ended.wait(0.25):
-            end, now = end_now(), time.monotonic()
+            now, end = time.monotonic(), end_now()
             if now - end.since > end.say_after and not has_said:
                 has_said = True
                 print(printable(f"error: {end.sentence}"), file=sys.stderr, flush=True)
