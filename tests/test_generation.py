@@ -180,3 +180,12 @@ def test_a_model_without_finite_logits_is_told_and_not_sampled_from(model, tempe
     assert len(generate(model, [[1, 2]], max_new_tokens=0)) == 1
     with pytest.raises(NonFiniteError, match="logits are not finite in float32, and no token can be sampled"):
         generate(model, [[1, 2], [3, 5]], max_new_tokens=2, temperature=temperature)
+
+
+def test_a_row_ends_where_its_tokens_are_all_that_is_wanted(model):
+    alone = generate(model, PROMPTS, max_new_tokens=6, temperature=0)
+
+    ended = generate(model, PROMPTS, max_new_tokens=6, temperature=0, has_ended=lambda new: len(new) == 2)
+
+    assert ended == [row[:2] for row in alone]
+    assert model.training

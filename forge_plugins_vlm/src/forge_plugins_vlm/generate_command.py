@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -16,11 +16,8 @@ from forge_core.errors import ConfigError
 from forge_core.job import catalog_of
 
 if TYPE_CHECKING:
-    import torch
-
     from forge_core.contracts.command import Invocation
     from forge_core.contracts.model import GenerativeModel
-    from forge_plugins_vlm.answer_end import AnswerEnd
     from forge_plugins_vlm.data.config import ImageTextConfig
     from forge_plugins_vlm.data.prompts import Prompt, PromptReader
     from forge_plugins_vlm.data.references import Reference
@@ -92,7 +89,7 @@ def generate(
     from forge_core.checkpoint.contents import model_problem
     from forge_core.checkpoint.store import find_checkpoint
     from forge_core.distributed.mesh import choose_device
-    from forge_plugins_inference.generation import generate_steps
+    from forge_plugins_inference.generation import generate as sample
     from forge_plugins_weights.loading import load_model
 
     checkpoint = find_checkpoint(run, _say, model_problem)
@@ -103,7 +100,7 @@ def generate(
     assert loaded.tokenizer is not None, "without one, there is no reader"
     model = cast("GenerativeModel", loaded.model)
     room = model.max_seq_len - max(len(one.tokens) for one in read)
-    steps = generate_steps(
+    found = sample(
         model,
         [one.tokens for one in read],
         max_new_tokens=max_new_tokens or max(1, min(64, room)),
@@ -114,8 +111,8 @@ def generate(
         generator=torch.Generator(place).manual_seed(seed),
         inputs=reader.entries(read),
         forbidden=reader.forbidden,
+        has_ended=reader.answer_end.has_come,
     )
-    found = _until_all_end(steps, len(read), reader.answer_end)
     for number, (prompt, tokens) in enumerate(zip(read, found, strict=True), start=1):
         text = reader.answer_end.text_before(tokens)
         if as_json:
@@ -124,23 +121,6 @@ def generate(
         if len(read) > 1:
             print(f"--- {number} of {len(read)}")
         print(printable(text) if sys.stdout.isatty() else text)
-
-
-def _until_all_end(steps: Generator[torch.Tensor, None, None], n: int, end: AnswerEnd) -> list[list[int]]:
-    """The tokens of ``n`` rows, up to the step in which the last one ends, by an end of its turn too."""
-    from forge_plugins_inference.generation import ENDED
-
-    rows: list[list[int]] = [[] for _ in range(n)]
-    left = set(range(n))
-    for step in steps:
-        for number in [*left]:
-            if (token := int(step[number])) != ENDED:
-                rows[number].append(token)
-            if token == ENDED or end.has_come(rows[number]):
-                left.remove(number)
-        if not left:
-            steps.close()
-    return rows
 
 
 def _reader(loaded: LoadedModel, invocation: Invocation) -> tuple[PromptReader, ImageTextConfig]:

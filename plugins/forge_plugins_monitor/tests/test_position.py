@@ -47,7 +47,7 @@ def in_a_callback(work):
 
 
 def test_it_is_found_without_the_frames_of_the_thread(no_frames):
-    with waiting_in("/home/me/reader.py") as thread:
+    with waiting_in("/jobs/reader.py") as thread:
         assert position_of_thread(thread) == "reader.py:4"
 
 
@@ -75,7 +75,7 @@ def test_nothing_fails_where_nothing_can_be_written(monkeypatch):
 
 
 def test_a_thread_that_has_ended_is_nowhere():
-    with waiting_in("/home/me/reader.py") as thread:
+    with waiting_in("/jobs/reader.py") as thread:
         pass
 
     assert position_of_thread(thread) == ""

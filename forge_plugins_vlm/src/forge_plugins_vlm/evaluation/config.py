@@ -10,6 +10,7 @@ from attrs.validators import ge, min_len, optional
 
 from forge_core.api import ComponentRef, Slot
 from forge_core.contracts.evaluation import EvaluationConfig
+from forge_plugins_inference.config import room_for_questions
 from forge_plugins_vlm.contracts.image_processor import ImageProcessorConfig
 from forge_plugins_vlm.contracts.vision_encoder import Grid
 from forge_plugins_vlm.data.config import from_one
@@ -45,10 +46,8 @@ class ImageAnswersConfig(EvaluationConfig):
     """How many questions are printed with their answers each time."""
 
     def check(self, job: Job) -> Iterator[tuple[str, str]]:
-        """Answers that leave no room for a question."""
-        if self.max_new_tokens >= job.train.seq_len:
-            sentence = f"{self.max_new_tokens} leave no room for a question in train.seq_len = {job.train.seq_len}"
-            yield "max_new_tokens", f"{sentence}; lower it"
+        """Same as ``room_for_questions``."""
+        yield from room_for_questions(self.max_new_tokens, job)
 
 
 @attrs.frozen(kw_only=True)

@@ -54,7 +54,13 @@ class ExactMatchConfig(EvaluationConfig):
     """How many questions are printed with their answers each time."""
 
     def check(self, job: Job) -> Iterator[tuple[str, str]]:
-        """Answers that leave no room for a question."""
-        if self.max_new_tokens >= job.train.seq_len:
-            sentence = f"{self.max_new_tokens} leave no room for a question in train.seq_len = {job.train.seq_len}"
-            yield "max_new_tokens", f"{sentence}; lower it"
+        """Same as ``room_for_questions``."""
+        yield from room_for_questions(self.max_new_tokens, job)
+
+
+def room_for_questions(max_new_tokens: int, job: Job) -> Iterator[tuple[str, str]]:
+    """What is wrong with the key ``max_new_tokens`` of an evaluation that generates answers, if anything is: they leave
+    no token of a sequence to the question."""
+    if max_new_tokens >= job.train.seq_len:
+        sentence = f"{max_new_tokens} leave no room for a question in train.seq_len = {job.train.seq_len}; lower it"
+        yield "max_new_tokens", sentence

@@ -29,6 +29,7 @@ def generate(
     generator: torch.Generator | None = None,
     inputs: Mapping[str, torch.Tensor] | None = None,
     forbidden: Sequence[int] = (),
+    has_ended: Callable[[Sequence[int]], bool] | None = None,
 ) -> list[list[int]]:
     """Continue each prompt.
 
@@ -44,6 +45,8 @@ def generate(
         inputs: further entries of a batch, such as images, for the forward of the prompts, which is then not cut into
             chunks. Those with positions have as many as the longest prompt, and are padded on the left.
         forbidden: token ids that are never sampled, such as the place of an image.
+        has_ended: whether the new tokens of a prompt are all that is wanted of it, besides ``stop``. What it needed to
+            see of them stays in the result.
 
     Returns:
         The new tokens of each row, without the prompt.
@@ -54,7 +57,8 @@ def generate(
         NonFiniteError: logits are infinite or not a number.
     """
     rows: list[list[int]] = [[] for _ in prompts]
-    for step in generate_steps(
+    left = set(range(len(rows)))
+    steps = generate_steps(
         model,
         prompts,
         max_new_tokens=max_new_tokens,
@@ -65,10 +69,17 @@ def generate(
         generator=generator,
         inputs=inputs,
         forbidden=forbidden,
-    ):
-        for row, token in zip(rows, step.tolist(), strict=True):
+    )
+    for step in steps:
+        for number, token in enumerate(step.tolist()):
+            if number not in left:
+                continue
             if token != ENDED:
-                row.append(token)
+                rows[number].append(token)
+            if token == ENDED or (has_ended is not None and has_ended(rows[number])):
+                left.remove(number)
+        if not left:
+            steps.close()
     return rows
 
 
