@@ -75,6 +75,21 @@ for error in (ConfigError("the second has other files"), OSError(5, "Input/outpu
     except ForgeError as raised:
         words = "eval.data: the second has other files" if isinstance(error, ConfigError) else "OSError: [Errno 5]"
         print(str(raised).startswith("" if dist.get_rank() else words))
+
+
+def fails_after_all_did():
+    """All learn that one cannot; of this the second alone makes an error of its own."""
+    try:
+        run_on_rank0(fails_with(ConfigError("no such file")))
+    except ConfigError as caught:
+        if dist.get_rank() == 1:
+            raise OSError("no other file") from caught
+
+
+try:
+    run_on_all_ranks(fails_after_all_did)
+except ForgeError as raised:
+    print("alone", str(raised) == ("" if dist.get_rank() else "OSError: no other file"))
 print(run_on_rank0(lambda: "together"))
 dist.destroy_process_group()
 hard_exit()
