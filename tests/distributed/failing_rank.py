@@ -80,7 +80,7 @@ for error in (ConfigError("the second has other files"), OSError(5, "Input/outpu
 def fails_after_all_did():
     """All learn that one cannot; of this the second alone makes an error of its own."""
     try:
-        run_on_rank0(fails_with(ConfigError("no such file")))
+        run_on_all_ranks(lambda: run_on_rank0(fails_with(ConfigError("no such file"))))
     except ConfigError as caught:
         if dist.get_rank() == 1:
             raise OSError("no other file") from caught
