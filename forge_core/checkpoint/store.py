@@ -303,7 +303,7 @@ def find_checkpoint(
         return open_checkpoint(path, problem_of)
     found = CheckpointStore(path / "checkpoints", problem_of=problem_of).newest(report)
     if found is None:
-        raise ConfigError(f"{path} holds no checkpoint; give a run's directory or a checkpoint's")
+        raise ConfigError(f"{path} holds no checkpoint; give a run's directory (forge checkpoint fetch asks a mirror)")
     return found
 
 

@@ -42,6 +42,7 @@ WITHOUT = {
 """Commands without ``--json``, and why."""
 
 CASES = {
+    "checkpoint fetch": ["file://$RUN", "--to", "$FETCHED"],
     "checkpoint list": ["$RUN"],
     "checkpoint prune": ["$RUN", "--keep-last", "1", "--dry-run"],
     "checkpoint show": ["$RUN"],
@@ -128,6 +129,7 @@ def things(shared_tiny, tmp_path_factory) -> dict[str, str]:
     assert main(["trace", str(shared_tiny.config), "--steps", "1", "--out", f"{folder}/trace"]) == 0
     return {
         "$RUN": str(run),
+        "$FETCHED": str(folder / "fetched"),
         "$CONFIG": str(shared_tiny.config),
         "$STORE": str(folder / "store"),
         "$RECORDINGS": str(folder / "brain.npz"),

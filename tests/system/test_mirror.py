@@ -335,7 +335,7 @@ def test_list_and_verify_know_the_mirror(run, capsys):
     assert main(["checkpoint", "verify", run.mirror().url]) == 2
     assert "step 2: the content of state.json is not what was written" in capsys.readouterr().out
 
-    hint = "; forge checkpoint list shows those at its checkpoint.mirror, and the run's next start fetches one"
+    hint = "; forge checkpoint list shows those at its checkpoint.mirror, and forge checkpoint fetch brings one"
     run.store.remove(run.store.steps())
     for lost in ("has no checkpoints", "is not the directory of a run: it has no checkpoints/"):
         assert main(["checkpoint", "verify", str(run.path)]) == 2
@@ -347,6 +347,73 @@ def test_list_and_verify_know_the_mirror(run, capsys):
     _lose_disk(run)
     assert main(["checkpoint", "list", run.mirror().url]) == 0
     assert "not here" in capsys.readouterr().out.splitlines()[2]
+
+
+@pytest.fixture
+def mirrored(run, capsys):
+    """A run of two checkpoints that only its mirror has now."""
+    assert run("train.steps=4") == 0
+    run.store.remove(run.store.steps())
+    capsys.readouterr()
+    return run
+
+
+def test_fetch_brings_the_newest_whole_checkpoint_of_a_mirror_to_where_generate_finds_it(mirrored, capsys):
+    run, newest = mirrored, mirrored.store.folder(4)
+    assert main(["generate", str(run.path), "--prompt", "def"]) == 2
+    assert f"{run.path} holds no checkpoint" in (said := capsys.readouterr().err)
+    assert "forge checkpoint fetch" in said
+
+    assert main(["checkpoint", "fetch", str(run.path), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["step"], told["path"], told["was_here"]) == (4, str(newest), False)
+    assert main(["checkpoint", "verify", str(newest)]) == 0
+    assert main(["generate", str(run.path), "--prompt", "def", "--max-new-tokens", "2"]) == 0
+    capsys.readouterr()
+
+    assert main(["checkpoint", "fetch", str(run.path)]) == 0
+    assert capsys.readouterr().out == f"{newest}: was here, and whole\n"
+    (newest / "state.json").write_text("{}")
+    assert main(["checkpoint", "fetch", str(run.path)]) == 0
+    assert f"{newest}: fetched" in capsys.readouterr().out
+    assert main(["checkpoint", "verify", str(newest)]) == 0
+    assert not (run.path / "lease.json").exists()
+
+
+def test_fetch_from_a_url_fills_a_directory_that_a_run_of_the_same_job_could_have(mirrored, tmp_path, capsys):
+    url, here = mirrored.mirror().url, tmp_path / "here"
+    assert main(["checkpoint", "fetch", url]) == 2
+    assert f"{url} is the mirror of a run; give --to DIR" in capsys.readouterr().err
+
+    assert main(["checkpoint", "fetch", url, "--to", str(here), "--step", "2"]) == 0
+
+    assert CheckpointStore(here / "checkpoints").steps() == [2]
+    assert (here / "job.toml").read_text() == (mirrored.path / "job.toml").read_text()
+
+
+def test_fetch_names_damage_at_the_mirror_and_takes_the_one_before(mirrored, capsys):
+    far = next(Path(mirrored.far.removeprefix("objects://")).rglob("step_00000004-*/state.json"))
+    far.write_text("x" + far.read_text()[1:])
+
+    assert main(["checkpoint", "fetch", str(mirrored.path), "--step", "4"]) == 2
+    said = capsys.readouterr().err
+    assert "step 4: the content of state.json is not what was written" in said
+    assert "nothing was fetched" in said
+    assert main(["checkpoint", "fetch", str(mirrored.path), "--step", "3"]) == 2
+    assert "has no checkpoint of step 3; there are 2, 4" in capsys.readouterr().err
+    assert mirrored.store.steps() == []
+
+    assert main(["checkpoint", "fetch", str(mirrored.path)]) == 0
+    assert mirrored.store.steps() == [2]
+
+
+def test_fetch_of_a_run_without_a_mirror_says_so(shared_tiny, capsys):
+    shared_tiny.completed("run.name=alone", "train.steps=4")
+    capsys.readouterr()
+
+    assert main(["checkpoint", "fetch", str(shared_tiny.path("alone"))]) == 2
+
+    assert "job.toml has no checkpoint.mirror, from which one could be fetched" in capsys.readouterr().err
 
 
 def test_a_mirror_on_a_path_is_read_like_a_run_and_not_pruned_by_hand(run, tmp_path, capsys):

@@ -1,7 +1,10 @@
-"""``forge checkpoint``: which checkpoints a run has, what is in them, whether they are whole; and removing some."""
+"""``forge checkpoint``: which checkpoints a run has, what is in them, whether they are whole; and fetching and removing
+some."""
 
 from __future__ import annotations
 
+import shutil
+import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -115,6 +118,18 @@ class Verified:
 
 
 @attrs.frozen(kw_only=True)
+class Fetched:
+    """A checkpoint of the mirror that is here now."""
+
+    step: int
+    path: Path
+    """Its folder."""
+    bytes: int
+    was_here: bool
+    """It was here before, and whole; nothing was fetched."""
+
+
+@attrs.frozen(kw_only=True)
 class Pruned:
     """What was removed, or with ``--dry-run`` would be."""
 
@@ -130,7 +145,7 @@ class Pruned:
 
 @click.group()
 def checkpoint() -> None:
-    """Look at the checkpoints of a run, and remove the ones that are not needed."""
+    """Look at the checkpoints of a run, fetch one from its mirror, and remove the ones that are not needed."""
 
 
 @checkpoint.command("list")
@@ -271,6 +286,93 @@ def _problems(path: str, with_mirror: bool, obj: Invocation) -> Iterator[tuple[s
 
 
 @checkpoint.command()
+@_PATH_OR_URL
+@click.option("--step", type=click.IntRange(min=0), metavar="N", help="The one of step N, not the newest whole one.")
+@click.option("--to", type=click.Path(path_type=Path), metavar="DIR", help="A directory for it, not the run's own.")
+@json_option(Fetched)
+@click.pass_obj
+def fetch(obj: Invocation, path: str, step: int | None, to: Path | None, as_json: bool) -> None:
+    """Fetch a checkpoint of the run in PATH from its checkpoint.mirror, or of the run in a mirror's URL.
+
+    It is verified, and `forge generate` can read it, for example. Nothing is fetched while the run trains. The start of
+    a run needs no fetch: it asks the mirror itself.
+    """
+    from forge_core.checkpoint.store import CheckpointStore
+    from forge_core.run.lease import Lease
+
+    if _is_url(path):
+        if to is None:
+            raise ConfigError(f"{path} is the mirror of a run; give --to DIR, a directory for its checkpoint")
+        mirror = _mirror(path, "", CheckpointSection(), obj.catalog())
+        store = CheckpointStore(to / "checkpoints")
+    else:
+        run = _Run(Path(path), may_be_elsewhere=True)
+        if not run.has_mirror:
+            raise ConfigError(f"{run.path / _JOB} has no checkpoint.mirror, from which one could be fetched")
+        mirror = run.mirror(obj.catalog())
+        store = run.store if to is None else CheckpointStore(to / "checkpoints")
+    wanted = _steps_to_fetch(mirror, step)
+    lease = Lease(store.path.parent, lambda line: click.echo(line, err=True))  # no trainer can start, and none runs
+    try:
+        fetched = _fetch(mirror, wanted, store)
+        _write_job(store.path.parent / _JOB, mirror)
+    finally:
+        lease.give_back()
+    if as_json:
+        print_json(fetched)
+    else:
+        how = "was here, and whole" if fetched.was_here else f"fetched, {as_size(fetched.bytes)}"
+        click.echo(printable(f"{fetched.path}: {how}"))
+
+
+def _steps_to_fetch(mirror: CheckpointMirror, step: int | None) -> list[int]:
+    """Steps of the mirror to try, one after the other."""
+    there = [*mirror.available()]
+    if not there:
+        raise ConfigError(f"{mirror.place} has no checkpoints")
+    if step is None:
+        return there[::-1]
+    if step not in there:
+        steps = ", ".join(map(str, there))
+        raise ConfigError(f"--step: {mirror.place} has no checkpoint of step {step}; there are {steps}")
+    return [step]
+
+
+def _fetch(mirror: CheckpointMirror, steps: Sequence[int], store: CheckpointStore) -> Fetched:
+    """Bring the first of them here that is whole."""
+    from forge_core.checkpoint.store import whole_problem
+
+    for step in steps:
+        was_here = step in store.steps() and whole_problem(store.folder(step)) is None
+        damage = None if was_here else _fetch_one(mirror, step, store)
+        if damage is None:
+            folder = store.folder(step)
+            return Fetched(step=step, path=folder, bytes=read_manifest(folder).n_bytes, was_here=was_here)
+        click.echo(printable(f"warning: {mirror.place}: step {step}: {damage}"), err=True)
+    raise ConfigError(f"nothing was fetched: what {mirror.place} has is damaged")
+
+
+def _fetch_one(mirror: CheckpointMirror, step: int, store: CheckpointStore) -> str | None:
+    """Fetch a checkpoint, and commit it. Returns its damage at the mirror, or ``None``."""
+    unfinished = store.unfinished_folder(step, uuid.uuid4().hex[:12])
+    try:
+        damage = mirror.fetch(step, unfinished)
+        if damage is None:
+            store.commit(unfinished, step)
+    except OSError as error:
+        raise ConfigError(f"cannot write to {store.path}: {error.strerror}") from error
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    return damage
+
+
+def _write_job(path: Path, mirror: CheckpointMirror) -> None:
+    """A directory that had no job has that of the run's last start now."""
+    if not path.exists() and (job := mirror.last_job()):
+        path.write_text(job)
+
+
+@checkpoint.command()
 @_PATH
 @click.option("--keep-last", type=click.IntRange(min=1), metavar="N", help="Instead of the run's checkpoint.keep_last.")
 @click.option("--dry-run", is_flag=True, help="Say what would be removed, and remove nothing.")
@@ -357,7 +459,7 @@ class _Run:
         """The end of a sentence on checkpoints that are not here."""
         if not self.has_mirror:
             return ""
-        return "; forge checkpoint list shows those at its checkpoint.mirror, and the run's next start fetches one"
+        return "; forge checkpoint list shows those at its checkpoint.mirror, and forge checkpoint fetch brings one"
 
     @property
     def has_mirror(self) -> bool:
