@@ -102,6 +102,22 @@ def test_a_prompt_of_a_row_stands_behind_its_image(store, tmp_path, rows, asked,
     assert_same(source.read(np.arange(3)), asked)
 
 
+@pytest.mark.parametrize("store", [parquet, hub])
+def test_a_row_whose_text_is_no_utf8_is_refused_by_its_file(store, tmp_path, rows, open_source):
+    """Arrow does not look at what others write as text: it was a traceback."""
+    keys = store(tmp_path, rows)
+    if store is parquet:
+        whole = pq.read_table(tmp_path / "a.parquet")
+        questions = pa.array([b"what", b"\xff", b"what"]).view(pa.string())
+        pq.write_table(whole.set_column(1, "question", questions), tmp_path / "a.parquet")
+    else:
+        (file,) = tmp_path.rglob("*.arrow")
+        file.write_bytes(file.read_bytes().replace(QUESTIONS[1].encode(), b"\xff" * len(QUESTIONS[1])))
+
+    with pytest.raises(ConfigError, match=r"(saved|a\.parquet).*can't decode byte 0xff"):
+        open_source(**keys, **VQA)
+
+
 @pytest.mark.parametrize("store", [hub, parquet])
 def test_a_prompt_of_a_streamed_row_stands_behind_its_image(store, tmp_path, rows, asked, open_source):
     keys = store(tmp_path, rows)

@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from forge_core.cli import main
@@ -119,6 +121,15 @@ def test_a_row_that_cannot_be_used_is_named(open_source):
         open_source("preference_pairs", dataset=DatasetConfig(path="saved"))
     with pytest.raises(ConfigError, match="split = 'tran' has no effect"):
         open_source("preference_pairs", dataset=DatasetConfig(path="saved", split="tran"))
+
+
+def test_a_row_that_cannot_be_read_is_named(open_source):
+    """It was a traceback of the library's."""
+    answers = pa.array([b"a", b"\xff"]).view(pa.string())
+    pq.write_table(pa.table({"prompt": ["q", "r"], "completion": answers}), "a.parquet")
+
+    with pytest.raises(ConfigError, match=r"the data set 'parquet' .*is damaged at row 2 or later: UnicodeDecodeError"):
+        open_source("prompt_completion", dataset=DatasetConfig(path="parquet", data_files="a.parquet"))
 
 
 JOB = """

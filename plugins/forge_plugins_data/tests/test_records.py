@@ -117,6 +117,26 @@ def test_text_that_is_no_utf8_may_be_replaced_or_left_out(tmp_path, open_records
     assert bytes((text_of(source) % 256).astype("u1")).rstrip(b"\0") == expected
 
 
+@pytest.mark.parametrize("kind", [pa.string(), pa.large_string(), pa.dictionary(pa.int32(), pa.string())])
+def test_rows_that_are_no_utf8_are_named_replaced_or_left_out_as_lines_are(tmp_path, open_records, kind):
+    """Arrow does not look at what others write as text: it was a traceback, with any encoding_errors."""
+    texts = pa.array([b"some text", b"ab\xff", None, "é".encode()]).view(pa.string()).cast(kind)
+    pq.write_table(pa.table({"text": texts}), tmp_path / "a.parquet")
+
+    with pytest.raises(ConfigError, match=r"a\.parquet, row 2 is not valid UTF-8 .*encoding_errors"):
+        open_records("parquet", tmp_path)
+    for errors, read in (("replace", ["some text", "ab\N{REPLACEMENT CHARACTER}"]), ("skip", ["some text"])):
+        found = text_of(open_records("parquet", tmp_path, encoding_errors=errors, seq_len=1))
+        assert found.tolist() == [token for text in [*read, "é"] for token in [*text.encode(), END]][:-1]
+
+
+def test_a_column_of_a_name_that_two_have_is_refused(tmp_path, open_records):
+    pq.write_table(pa.table([TEXTS, TEXTS], names=["text", "text"]), tmp_path / "a.parquet")
+
+    with pytest.raises(ConfigError, match=r"a\.parquet has several columns 'text'; its columns are text, text"):
+        open_records("parquet", tmp_path)
+
+
 def test_a_column_that_is_not_there_or_no_text_is_refused_with_those_there_are(tmp_path, open_records):
     write("parquet", tmp_path / "a.parquet", field="body")
 

@@ -40,7 +40,7 @@ def read_parquet_rows(file: SelectedFile, find: Callable[[str], Path]) -> Iterat
                     for name in pictures
                 }
                 yield Row({**rows[row], **images}, f"row {number} of {file.path}", f"{file.relative}:{number}", find)
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read the Parquet file {file.path}: {error}") from error
 
 

@@ -12,11 +12,13 @@ import attrs
 
 from forge_core.errors import ConfigError
 from forge_plugins_data.config import EncodingErrors
+from forge_plugins_data.encoding import valid_text
 from forge_plugins_data.plain_text import JSON_LINES, refuse_what_is_no_text
 from forge_plugins_data.unpacking import COMPRESSED, open_unpacked
 
 if TYPE_CHECKING:
-    import pyarrow.parquet as pq  # type: ignore[import-untyped]  # it has no types
+    import pyarrow as pa  # type: ignore[import-untyped]  # it has no types
+    import pyarrow.parquet as pq
 
 PARQUET = (".parquet",)
 DEFAULT_PATTERNS = tuple(
@@ -114,7 +116,7 @@ def read_documents(unit: Unit, field: str, errors: EncodingErrors) -> Iterator[D
     elif unit.kind == "jsonl":
         yield from _read_jsonl(unit, field, errors)
     else:
-        yield from _read_parquet(unit, field)
+        yield from _read_parquet(unit, field, errors)
 
 
 def read_records(file: Path) -> Iterator[tuple[dict[str, Any], object]]:
@@ -161,9 +163,10 @@ def _row_groups(file: Path, unit_size: int, field: str) -> list[Unit]:
     import pyarrow as pa  # starts threads; text does without it
 
     with _parquet(file) as parquet:
-        if field not in parquet.schema_arrow.names:
-            columns = ", ".join(parquet.schema_arrow.names)
-            raise ConfigError(f"{file} has no column {field!r}; its columns are {columns} (choose with {CHOICE})")
+        names = parquet.schema_arrow.names
+        if names.count(field) != 1:
+            has = f"several columns {field!r}" if field in names else f"no column {field!r}"
+            raise ConfigError(f"{file} has {has}; its columns are {', '.join(names)} (choose with {CHOICE})")
         column = parquet.schema_arrow.field(field).type
         values = column.value_type if pa.types.is_dictionary(column) else column
         if not (pa.types.is_string(values) or pa.types.is_large_string(values) or pa.types.is_string_view(values)):
@@ -260,16 +263,28 @@ def _parsed(line: bytes, where: _Line) -> Any:
         raise ConfigError(f"{where} is not JSON: {said}{cut}") from error
 
 
-def _read_parquet(unit: Unit, field: str) -> Iterator[Document]:
+def _read_parquet(unit: Unit, field: str, errors: EncodingErrors) -> Iterator[Document]:
     file = Path(unit.files[0])
     assert unit.stop is not None, "the plan has counted the row groups"
     with _parquet(file) as parquet:
         row = sum(parquet.metadata.row_group(group).num_rows for group in range(unit.start))
         groups = [*range(unit.start, unit.stop)]
         for batch in parquet.iter_batches(batch_size=1024, row_groups=groups, columns=[field]):
-            for text in batch.column(0).to_pylist():
+            for content in _contents(batch.column(0)):
                 row += 1
-                yield Document(text, f"{file}, row {row}")
+                where = f"{file}, row {row}"
+                yield Document(valid_text(content, errors, where) if isinstance(content, bytes) else content, where)
+
+
+def _contents(column: pa.Array) -> list[str | bytes | None]:
+    """The values of a column of text; all of them as bytes if one is not UTF-8, which Arrow does not look at."""
+    import pyarrow as pa
+
+    try:
+        texts: list[str | bytes | None] = column.to_pylist()
+    except UnicodeDecodeError:
+        texts = column.cast(pa.large_binary()).to_pylist()
+    return texts
 
 
 @contextmanager

@@ -51,10 +51,20 @@ def read_rows(config: DatasetConfig) -> Iterator[tuple[dict[str, Any], str]]:
     nothing in them are left out, in what is nested too, as lines of JSON leave them out.
 
     Raises:
-        ConfigError: as ``load_split``, but for the column.
+        ConfigError: as ``load_split``, but for the column; a row cannot be read.
     """
-    for number, row in enumerate(load_rows(config), 1):
+    rows, number = iter(load_rows(config)), 1
+    while (row := _next_row(rows, number, config)) is not None:
         yield _without_nothing(row), f"row {number} of {config.words}"
+        number += 1
+
+
+def _next_row(rows: Iterator[dict[str, Any]], number: int, config: DatasetConfig) -> dict[str, Any] | None:
+    try:
+        return next(rows, None)
+    except Exception as error:  # bytes that are no UTF-8, offsets that lead nowhere: each has an error of its own
+        said = f"{type(error).__name__}: {_first_line(error)}"
+        raise ConfigError(f"{config.words} is damaged at row {number} or later: {said}") from error
 
 
 def load_rows(config: DatasetConfig) -> Dataset:
