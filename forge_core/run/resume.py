@@ -179,8 +179,8 @@ def refuse_if_incompatible(
     fixed = [f"parallel.passes.{key}" for key in adding]
     changes = changed_keys(saved_job, job_table(job), str(path), fixed)
     if checkpoint.state()["data_fingerprint"] != source.fingerprint:
-        keys = [change.key for change in changes if change.key.startswith("data.")]
-        why = f"these keys differ: {', '.join(keys)}" if keys else "its files have changed"
+        keys = {one.key for one in changes if one.key.startswith("data.")} - {"data.workers", "data.prefetch"}
+        why = f"these keys differ: {', '.join(sorted(keys))}" if keys else "its files have changed"
         raise ConfigError(f"{path} was trained on other data ({why}); choose another run.name to start afresh")
     _refuse_other_phases(job, saved_job, checkpoint)
     if checkpoint.step > job.train.steps:
