@@ -18,7 +18,7 @@ from forge_plugins_data.unpacking import COMPRESSED, open_unpacked
 
 if TYPE_CHECKING:
     import pyarrow as pa  # type: ignore[import-untyped]  # it has no types
-    import pyarrow.parquet as pq
+    import pyarrow.parquet as pq  # type: ignore[import-untyped]
 
 PARQUET = (".parquet",)
 DEFAULT_PATTERNS = tuple(

@@ -36,7 +36,8 @@ def select_files(
         exclude: globs for the relative names of files to leave out.
 
     Raises:
-        ConfigError: a path does not exist, or nothing is left of it; ``exclude`` names a file that is not there.
+        ConfigError: a path does not exist, or nothing is left of it; a file is a link to nothing; ``exclude`` names a
+            file that is not there.
     """
     patterns = [pattern] if isinstance(pattern, str) else list(pattern)
     selected: dict[Path, SelectedFile] = {}
@@ -48,6 +49,7 @@ def select_files(
         if not kept:
             raise ConfigError(f"exclude leaves none of the {len(found)} files that path = {path!r} stands for")
         for one in sorted(kept, key=lambda one: one.relative):
+            _refuse_link_to_nothing(one.path, path)
             selected.setdefault(one.path.resolve(), one)
     for skip in exclude:
         _refuse_idle_name(skip, names)
@@ -109,9 +111,21 @@ def refuse_missing(path: str) -> None:
     location = _location(path)
     if location.exists() or glob.has_magic(str(location)):
         return
+    _refuse_link_to_nothing(location, path)
     near = get_close_matches(location.name, _names_in(location.parent), n=1)
     hint = f" Did you mean {location.parent / near[0]}?" if near else ""
     raise ConfigError(f"path = {path!r}: there is no file or folder {location}.{hint}")
+
+
+def _refuse_link_to_nothing(file: Path, path: str) -> None:
+    """Its text would be missing without a word."""
+    if _is_link_to_nothing(file):
+        target = file.parent / file.readlink()
+        raise ConfigError(f"path = {path!r}: {file} is a link to {target}, which is not there; fetch or exclude it")
+
+
+def _is_link_to_nothing(file: Path) -> bool:
+    return file.is_symlink() and not file.exists()
 
 
 def _find(path: str, patterns: Sequence[str]) -> list[SelectedFile]:
@@ -154,7 +168,8 @@ def _find_by_glob(location: Path) -> list[SelectedFile]:
 def _matches(root: Path, pattern: str) -> list[SelectedFile]:
     # Unlike Path.glob, this follows links to folders and leaves hidden files out.
     names = glob.glob(pattern, root_dir=root, recursive=True)  # noqa: PTH207
-    return [SelectedFile(Path(name).as_posix(), root / name) for name in names if (root / name).is_file()]
+    files = [SelectedFile(Path(name).as_posix(), root / name) for name in names]
+    return [one for one in files if one.path.is_file() or _is_link_to_nothing(one.path)]
 
 
 def _fits(name: str, pattern: str) -> bool:
