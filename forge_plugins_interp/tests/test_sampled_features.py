@@ -94,4 +94,4 @@ def test_it_is_a_key_of_forge_compare(store, capsys):
     assert main(compare) == 0
     assert "cka of 40 rows" in capsys.readouterr().out
     assert main([*compare, "metric.kernel=rbf"]) == 2
-    assert "sampled_features = true: needs kernel = 'linear'" in " ".join(capsys.readouterr().err.split())
+    assert "metric.sampled_features: needs kernel = 'linear'" in " ".join(capsys.readouterr().err.split())

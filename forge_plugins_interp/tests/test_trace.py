@@ -11,6 +11,9 @@ import torch
 
 import fork_server
 from forge_core.cli import main
+from forge_core.config.builder import ComponentBuilder
+from forge_core.errors import ConfigError
+from forge_core.registry.discovery import discover
 from forge_plugins_interp.fingerprint import Fingerprint, difference
 from forge_plugins_interp.trace_comparison import read_trace
 
@@ -215,3 +218,8 @@ def test_a_site_that_is_not_there_is_a_sentence(job, tmp_path):
     assert done.returncode == 2
     assert not tmp_path.exists()  # nothing is left of it
     assert "site 'blocks.0.resid': the model has none of that name; did you mean 'blocks.0.resid_pre'" in done.stderr
+
+
+def test_steps_that_end_before_they_begin_are_refused_by_their_key():
+    with pytest.raises(ConfigError, match=r"callback\.last: must not be before first = 3, got 2"):
+        ComponentBuilder(discover()).resolve("callback", {"name": "trace", "out": "x", "first": 3, "last": 2})

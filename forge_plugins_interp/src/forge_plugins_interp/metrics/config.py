@@ -5,6 +5,26 @@ from __future__ import annotations
 from typing import Literal
 
 import attrs
+from attrs.validators import ge, gt
+
+
+def _of_unbiased_linear(config: CkaConfig, _: attrs.Attribute[bool], value: bool) -> None:
+    if value and not (config.kernel == "linear" and config.debiased):
+        raise ValueError("needs kernel = 'linear' and debiased = true")
+
+
+def _of_rbf(config: CkaConfig, _: attrs.Attribute[float], value: float) -> None:
+    if value != 1 and config.kernel == "linear":
+        raise ValueError(f"has no effect with kernel = 'linear', got {value}")
+
+
+def _is_batch(config: CkaConfig, _: attrs.Attribute[int], value: int) -> None:
+    if value and config.kernel == "rbf":
+        raise ValueError(f"has no effect with kernel = 'rbf', got {value}")
+    if value and not config.debiased:
+        raise ValueError(f"averages over batches, which is right for debiased = true only; got {value}")
+    if 0 < value < 4:
+        raise ValueError(f"debiased estimates need at least 4 stimuli, got {value}")
 
 
 @attrs.frozen(kw_only=True)
@@ -15,24 +35,12 @@ class CkaConfig:
     """Of the features; ``rbf`` is Gaussian."""
     debiased: bool = True
     """Estimate without bias; with it, wide representations seem alike that have nothing in common."""
-    sampled_features: bool = False
+    sampled_features: bool = attrs.field(default=False, validator=_of_unbiased_linear)
     """Features are a sample, such as the neurons of an area that were recorded: estimate the value of all there are."""
-    fraction: float = attrs.field(default=1.0, validator=attrs.validators.gt(0))
+    fraction: float = attrs.field(default=1.0, validator=[gt(0), _of_rbf])
     """With ``rbf``: the width of the kernel, in median distances of stimuli."""
-    batch: int = attrs.field(default=0, validator=attrs.validators.ge(0))
+    batch: int = attrs.field(default=0, validator=[ge(0), _is_batch])
     """With ``linear``: estimate from batches of so many stimuli, in less memory and time; 0 takes all at once."""
-
-    def __attrs_post_init__(self) -> None:
-        if self.kernel == "rbf" and self.batch:
-            raise ValueError(f"batch = {self.batch}: has no effect with kernel = 'rbf'")
-        if self.kernel == "linear" and self.fraction != 1:
-            raise ValueError(f"fraction = {self.fraction}: has no effect with kernel = 'linear'")
-        if self.sampled_features and (self.kernel == "rbf" or not self.debiased):
-            raise ValueError("sampled_features = true: needs kernel = 'linear' and debiased = true")
-        if self.batch and not self.debiased:
-            raise ValueError("batch: an average over batches is right for debiased = true only")
-        if 0 < self.batch < 4:
-            raise ValueError(f"batch = {self.batch}: debiased estimates need at least 4 stimuli")
 
 
 @attrs.frozen(kw_only=True)
