@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from forge_plugins_data.chat_template import ChatTemplate
+from forge_plugins_data.file_selection import expanded
 from forge_plugins_data.tokenizer_companions import TEMPLATE, read_companions
 from forge_plugins_data.tokenizer_config import BytesConfig
 
@@ -24,7 +25,7 @@ class BytesTokenizer:
 
     def __init__(self, config: BytesConfig, /, *, base: Path = Path(), **_: object) -> None:
         named = config.chat_template
-        self._companions = read_companions(None, None if named is None else base / Path(named).expanduser())
+        self._companions = read_companions(None, None if named is None else base / expanded(named))
 
     @property
     def chat_template(self) -> ChatTemplate | None:

@@ -87,7 +87,23 @@ def is_folder(path: str) -> bool:
 
 
 def _location(path: str) -> Path:
-    return Path(path.replace("{stdlib}", sysconfig.get_path("stdlib"))).expanduser()
+    return expanded(path.replace("{stdlib}", sysconfig.get_path("stdlib")))
+
+
+def expanded(path: str) -> Path:
+    """The place that a path of a configuration means: ``~`` and ``~user`` are home directories.
+
+    Raises:
+        ConfigError: there is no such user, or the system does not take the name, or does not let one look.
+    """
+    try:
+        location = Path(path).expanduser()
+        location.is_file()
+    except OSError as error:
+        raise ConfigError(f"the path {path!r} cannot be looked at: {error.strerror}") from error
+    except RuntimeError as error:
+        raise ConfigError(f"the path {path!r} begins with a user whom this machine does not have") from error
+    return location
 
 
 def refuse_idle_pattern(paths: str | Sequence[str], pattern: str | None) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from forge_core.errors import ConfigError, nearest_hint
 from forge_plugins_data.dataset_config import DatasetConfig
-from forge_plugins_data.file_selection import refuse_missing
+from forge_plugins_data.file_selection import expanded, refuse_missing
 from forge_plugins_data.hub_config import HubConfig
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def load_rows(config: DatasetConfig) -> Dataset:
     Raises:
         ConfigError: as ``load_split``, but for the column.
     """
-    datasets, folder = _library(), Path(config.path).expanduser()
+    datasets, folder = _library(), expanded(config.path)
     if _is_saved(folder):
         return _load_saved(datasets, config, folder)
     return _load(datasets, config, folder, streaming=False)
@@ -86,7 +86,7 @@ def load_streams(config: DatasetConfig, streams: int) -> IterableDataset:
     Raises:
         ConfigError: as ``load_split``, but for the column.
     """
-    datasets, folder = _library(), Path(config.path).expanduser()
+    datasets, folder = _library(), expanded(config.path)
     if _is_saved(folder):
         saved = _load_saved(datasets, config, folder)
         return saved.to_iterable_dataset(num_shards=max(1, min(streams, len(saved))))
@@ -102,7 +102,7 @@ def _without_nothing(value: Any) -> Any:
 def local_files(config: DatasetConfig) -> list[tuple[str, int]]:
     """The names and sizes of the files that ``datasets`` reads, in its order, if they are on this machine. Other files
     of a folder are not among them."""
-    folder = Path(config.path).expanduser()
+    folder = expanded(config.path)
     if _is_saved(folder):
         found = _saved_files(config, folder)
     elif folder.is_dir():

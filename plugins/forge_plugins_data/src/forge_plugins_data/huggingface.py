@@ -18,6 +18,7 @@ from forge_core.contracts.tokenizer import Tokenizer
 from forge_core.errors import ConfigError
 from forge_plugins_data.config import TokenFilesConfig
 from forge_plugins_data.documents import Document
+from forge_plugins_data.file_selection import expanded
 from forge_plugins_data.hub_config import HuggingFaceConfig
 from forge_plugins_data.hub_dataset import load_split
 from forge_plugins_data.prepare import UNIT_SIZE
@@ -125,7 +126,7 @@ def _folder(config: HuggingFaceConfig, settings: dict[str, Any]) -> Path:
     """One for each data set and tokenizer, that a person recognises."""
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
     named = "-".join(filter(None, [config.path.rstrip("/").split("/")[-1], config.subset, config.split]))
-    return Path(config.cache).expanduser() / f"{re.sub(r'[^A-Za-z0-9_.]+', '-', named)}-{digest[:16]}"
+    return expanded(config.cache) / f"{re.sub(r'[^A-Za-z0-9_.]+', '-', named)}-{digest[:16]}"
 
 
 def _is_whole(folder: Path) -> bool:

@@ -19,6 +19,7 @@ import attrs
 import numpy as np
 
 from forge_core.errors import ConfigError, SaveError
+from forge_plugins_data.file_selection import expanded
 
 _FORMAT, _VERSION = "forge-preference-reference", 1
 
@@ -44,7 +45,7 @@ class ReferenceFile:
         Raises:
             ConfigError: it is not there, or is no such file.
         """
-        file = Path(path).expanduser()
+        file = expanded(path)
         if not file.exists():
             raise ConfigError(f"reference = {path!r}: there is no such file; {HOW_TO_MAKE}")
         try:

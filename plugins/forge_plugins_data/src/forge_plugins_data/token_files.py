@@ -16,7 +16,7 @@ from forge_core.contracts.tokenizer import Tokenizer
 from forge_core.errors import ConfigError
 from forge_plugins_data.best_fit import Documents, PackedDocuments, find_documents
 from forge_plugins_data.config import TokenFilesConfig
-from forge_plugins_data.file_selection import select_files
+from forge_plugins_data.file_selection import expanded, select_files
 from forge_plugins_data.other_formats import litdata_chunks, map_datatrove, map_litdata, map_megatron, map_raw
 from forge_plugins_data.token_format import FORMAT, INDEX, SETTINGS, VERSION, Shard, TokenHeader, map_shard, read_header
 from forge_plugins_data.token_samples import TokenFacts, TokenSamples
@@ -112,7 +112,7 @@ def _each(path: str | Sequence[str]) -> Sequence[str]:
 
 
 def _find(path: str, dtype: str | None) -> list[_TokenFile]:
-    location = Path(path).expanduser()
+    location = expanded(path)
     if location.is_dir():
         return _open_folder(location)
     return [_open_file(selected.path, dtype) for selected in select_files(str(location), pattern=())]

@@ -13,6 +13,7 @@ import tokenizers
 
 from forge_core.errors import ConfigError
 from forge_plugins_data.chat_template import ChatTemplate
+from forge_plugins_data.file_selection import expanded
 from forge_plugins_data.tokenizer_companions import read_companions
 from forge_plugins_data.tokenizer_config import TokenizerFileConfig
 
@@ -34,7 +35,7 @@ class TokenizerFile:
     """A ``tokenizer.json``. Special tokens that are spelled out in a text are recognised, as the library does."""
 
     def __init__(self, config: TokenizerFileConfig, /, *, base: Path, **_: object) -> None:
-        path = base / Path(config.path).expanduser()
+        path = base / expanded(config.path)
         self._content = _content(path)
         try:
             self._tokenizer = tokenizers.Tokenizer.from_buffer(self._content)
@@ -56,7 +57,7 @@ class TokenizerFile:
             self.begin_of_document = vocabulary[_known("begin_of_document", self._begin, vocabulary, path)]
             digest.update(f"\0begin_of_document={self.begin_of_document}".encode())
         self.fingerprint: str = digest.hexdigest()
-        template = None if config.chat_template is None else base / Path(config.chat_template).expanduser()
+        template = None if config.chat_template is None else base / expanded(config.chat_template)
         self._companions = read_companions(path, template)
 
     @property
