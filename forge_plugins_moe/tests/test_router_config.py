@@ -33,6 +33,7 @@ BAD = [
     ("sigmoid_topk", {"route_scale": 0.0}, "route_scale"),
     ("noisy_topk", {"top_k": 1}, "must be at least 2, got 1"),
     ("sinkhorn", {"iterations": 0}, "iterations"),
+    ("sinkhorn", {"iterations": 10**9}, "iterations: must be at most 1000, got 1000000000"),
     ("expert_choice", {"experts_per_token": 0.0}, "experts_per_token"),
     ("hash", {"route_scale": 2.0}, 'has no effect without weights = "gate"'),
     ("hash", {"weights": "gate"}, "the gate would learn nothing"),

@@ -205,7 +205,7 @@ class SinkhornConfig(TokenChoiceConfig):
 
     score_function: Literal["softmax", "sigmoid"] = "softmax"
     """What the weights are of the logits; they are not normalised."""
-    iterations: int = attrs.field(default=16, validator=gt(0))
+    iterations: int = attrs.field(default=16, validator=[gt(0), le(1000)])
     """How often rows and columns are normalised in turn. There is no look whether that is enough, for which the host
     would have to wait."""
     z_loss: float = attrs.field(default=0.0, validator=ge(0))

@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from forge_core.config.sections import Job
 
 
+_LEAST, _MOST = 1e-38, 1e6
+"""Of a number that is added to others in fp32, where a smaller one is 0; of a learning rate, or a factor on one."""
+
 MATRIX_ROLES = ("matrix", "expert")
 Role = Literal["matrix", "embedding", "head", "norm", "bias", "expert"]
 Rounding = Literal["nearest", "stochastic", "split"]
@@ -31,9 +34,9 @@ class ParameterGroup:
     pattern: str = attrs.field(validator=min_len(1))
     """Qualified parameter names, such as ``"blocks.*.attention.*"``; ``*`` stands for anything, dots included, ``?``
     for one character, ``[…]`` for one of some. Case matters. A group that takes no parameter is an error."""
-    lr: float | None = attrs.field(default=None, validator=optional(ge(0)))
+    lr: float | None = attrs.field(default=None, validator=optional([ge(0), le(_MOST)]))
     """Base learning rate, instead of the optimizer's. It follows the schedule too."""
-    lr_scale: float | None = attrs.field(default=None, validator=[optional(ge(0)), _not_with_lr])
+    lr_scale: float | None = attrs.field(default=None, validator=[optional([ge(0), le(_MOST)]), _not_with_lr])
     """Factor on the optimizer's base learning rate."""
     weight_decay: float | None = attrs.field(default=None, validator=optional(ge(0)))
     """Weight decay of everything the pattern takes, norms and biases included; by default what the parameter's role
@@ -58,7 +61,7 @@ def _last_sets_something(_: object, __: attrs.Attribute[Any], groups: tuple[Para
 class MatrixRules:
     """The keys of every optimizer that says which parameters get which learning rate and weight decay."""
 
-    lr: float = attrs.field(validator=gt(0))
+    lr: float = attrs.field(validator=[gt(0), le(_MOST)])
     """Base learning rate, which the schedule multiplies."""
     weight_decay: float = attrs.field(default=0.1, validator=ge(0))
     """Each step also multiplies a parameter by ``1 − lr · weight_decay``."""
@@ -152,7 +155,7 @@ class AdamWConfig(ParameterRules):
 
     betas: tuple[float, float] = attrs.field(default=(0.9, 0.95), validator=deep_iterable(and_(ge(0), lt(1))))
     """Decay of the running means of the gradient and of its square, a step."""
-    eps: float = attrs.field(default=1e-8, validator=gt(0))
+    eps: float = attrs.field(default=1e-8, validator=ge(_LEAST))
     """Added to the root of the second moment."""
     rounding: Rounding = "nearest"
     """How parameters and moments are rounded that are kept in bf16 (``train.precision = "bf16_pure"``).
@@ -199,7 +202,7 @@ class AdamW8bitConfig(ParameterRules, RoundingRules):
 
     betas: tuple[float, float] = attrs.field(default=(0.9, 0.95), validator=deep_iterable(and_(ge(0), lt(1))))
     """Decay of the running means of the gradient and of its square, a step."""
-    eps: float = attrs.field(default=1e-8, validator=gt(0))
+    eps: float = attrs.field(default=1e-8, validator=ge(_LEAST))
     """Added to the root of the second moment."""
     min_elements: int = attrs.field(default=4096, validator=ge(0))
     """Parameters of fewer elements keep their moments in fp32, as embedding tables and scalars always do. A resumed run
@@ -227,7 +230,7 @@ class ScheduleFreeAdamWConfig(ParameterRules, CompileRules):
     betas: tuple[float, float] = attrs.field(default=(0.9, 0.999), validator=deep_iterable(and_(gt(0), lt(1))))
     """Share of the average in the point at which gradients are taken, beside the fast weights; and decay of the running
     mean of the gradient's square, a step."""
-    eps: float = attrs.field(default=1e-8, validator=gt(0))
+    eps: float = attrs.field(default=1e-8, validator=ge(_LEAST))
     """Added to the root of the second moment."""
     r: float = attrs.field(default=0.0, validator=ge(0))
     """Step k has the weight ``k^r`` in the average; 0 weighs early steps like late ones."""
@@ -303,7 +306,7 @@ class AdafactorConfig(ParameterRules):
     """In update t, means of squares keep ``1 − t^−decay_power`` of what they were."""
     clip_threshold: float = attrs.field(default=1.0, validator=gt(0))
     """The largest root mean square of a parameter's update before the learning rate multiplies it."""
-    eps: tuple[float, float] = attrs.field(default=(1e-30, 1e-3), validator=deep_iterable(gt(0)))
+    eps: tuple[float, float] = attrs.field(default=(1e-30, 1e-3), validator=deep_iterable(ge(_LEAST)))
     """Added to squares of gradients; and the least size of a parameter for ``scale_parameter``."""
     scale_parameter: bool = False
     """Whether the learning rate of a parameter is multiplied by its root mean square, as in the paper. If not, it is
