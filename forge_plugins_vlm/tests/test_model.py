@@ -6,7 +6,7 @@ import pytest
 import torch
 from small_vlm import FUSIONS, SMALL, entries, images
 
-from forge_core.errors import PluginError
+from forge_core.errors import ConfigError, PluginError
 from forge_plugins_dense.attention import BlockInputs
 from forge_plugins_dense.attention_sites import pattern
 from forge_plugins_vlm.fusions import cross_attention
@@ -405,3 +405,8 @@ def test_each_modality_is_computed_by_its_own_weights(make_model, fusion, text, 
             assert not torch.allclose(before[changed], after[changed], atol=1e-3)
         assert torch.equal(before[1 - changed], after[1 - changed])
         before = after
+
+
+def test_a_vocabulary_keeps_tokens_that_can_be_predicted(make_model):
+    with pytest.raises(ConfigError, match=r"model\.input_tokens: must be less than the 31 tokens of the vocabulary"):
+        make_model(input_tokens=31)

@@ -19,6 +19,7 @@ from forge_core.contracts.builder import Builder
 from forge_core.contracts.loss import Loss, LossSum
 from forge_core.contracts.model import Initializer, ParameterRole, ShardRole
 from forge_core.contracts.observation import ObservableModule, Site, within
+from forge_core.errors import ConfigError
 from forge_plugins_dense.cache import KeyValueCache
 from forge_plugins_dense.head import make_head
 from forge_plugins_dense.transformer import Transformer
@@ -35,6 +36,11 @@ class VisionLanguageModel(Transformer):
     config: VisionLanguageConfig
 
     def __init__(self, config: VisionLanguageConfig, *, vocab_size: int, build: Builder) -> None:
+        if config.input_tokens >= vocab_size:
+            raise ConfigError(
+                f"model.input_tokens: must be less than the {vocab_size} tokens of the vocabulary, got "
+                f"{config.input_tokens}"
+            )
         super().__init__(config, vocab_size=vocab_size, build=build)
         self.vision: VisionTower | None = VisionTower(config, build)
         if config.input_tokens:
