@@ -5,7 +5,7 @@ cattrs chooses a hook by type; the hooks are ours, since its own turn ``"false"`
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from enum import Enum
@@ -245,13 +245,9 @@ def _int(value: Any, _: Any) -> int:
 def _float(value: Any, _: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise InvalidError.because(f"expected a number, got {describe(value)}", type="number")
-    try:
-        number = float(value)
-    except OverflowError:
-        number = math.inf
-    if not math.isfinite(number):
+    if not abs(value) <= sys.float_info.max:  # NaN is not, either
         raise InvalidError.because(f"expected a finite number, got {describe(value)}", type="number")
-    return number
+    return float(value)
 
 
 def _str(value: Any, _: Any) -> str:

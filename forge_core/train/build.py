@@ -229,8 +229,7 @@ def _refuse_too_large(parts: Sequence[nn.Module], device: torch.device) -> None:
         memory, where = torch.cuda.get_device_properties(device).total_memory, "its GPU"
     else:
         memory, where = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "this machine"
-    tensors = (tensor for part in parts for tensor in (*part.parameters(), *part.buffers()))
-    size = sum(local_tensor(tensor).nbytes for tensor in tensors)
+    size = sum(local_tensor(tensor).nbytes for part in parts for tensor in (*part.parameters(), *part.buffers()))
     if size > memory:
         raise ConfigError(
             f"model: the parameters of one rank take {size / 2**30:,.0f} GiB, and {where} has "
@@ -271,8 +270,13 @@ def _refuse_renaming(known: Mapping[str, None], names: Mapping[str, None], *, is
 
 def build_on_meta(job: Job, vocab_size: int, build: ComponentBuilder) -> nn.Module:
     """The whole model without memory, checked against its declarations."""
-    with torch.device("meta"):
-        model: nn.Module = build(with_multipliers(job, build), vocab_size=vocab_size)
+    try:
+        with torch.device("meta"):
+            model: nn.Module = build(with_multipliers(job, build), vocab_size=vocab_size)
+    except (RuntimeError, TypeError) as error:
+        if "verflow" in str(error):  # in the number of bytes, or in one size
+            raise ConfigError(f"model: a tensor of it is too large to be counted; make it smaller ({error})") from error
+        raise
     if job.train.precision == "bf16_pure":
         cast_parameters(model, torch.bfloat16)
     declared = set(model.parameter_roles())  # type: ignore[operator]  # the contract of a model

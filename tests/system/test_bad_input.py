@@ -18,6 +18,12 @@ OVERRIDES = {
         ["model.dim=131072", "model.feed_forward.hidden_dim=524288"],
         "model: the parameters of one rank take",
     ),
+    "a tensor of more bytes than can be counted": (
+        [f"model.num_experts={4 * 10**9}", f"model.moe.hidden_dim={10**9}", "model.moe.router=hash"],
+        "model: a tensor of it is too large to be counted; make it smaller (Storage size calculation overflowed",
+    ),
+    "a learning rate that fp32 does not have": (["optimizer.lr=1e300"], "optimizer.lr: must be at most 1000000.0, got"),
+    "an eps that is 0 in fp32": (["optimizer.eps=1e-300"], "optimizer.eps: must be at least 1e-38, got 1e-300"),
     "more layers than can be": (["model.n_layers=10000000"], "model.n_layers: must be at most 10000, got 10000000"),
     "an integer beyond 64 bits": (["train.steps=9223372036854775808"], "expected an integer of at most 64 bits"),
     "an integer of many digits": (
@@ -33,6 +39,11 @@ OVERRIDES = {
     "steps that are waited for for ever": (["run.step_timeout=1e10"], "run.step_timeout: must be at most 1000000000"),
     "trackers that are waited for for ever": (["run.trackers_timeout=1e300"], "run.trackers_timeout: must be at most"),
     "ranks that are waited for for ever": (["run.first_step_timeout=1e13"], "run.first_step_timeout: must be at most"),
+    "the home of a user that is not there": (
+        ["data.path=~no-such-user/x"],
+        "the path '~no-such-user/x' begins with a user whom this machine does not have",
+    ),
+    "a path that the system does not take": (["data.path=" + "x" * 300], "cannot be looked at: File name too long"),
     "a null character": (['run.dir="a\\u0000b"'], "run.dir: cannot hold a null character"),
     "an entry of an array that has none": (
         ["optimizer.groups.0.lr_scale=0.5"],
@@ -132,6 +143,10 @@ ON_RANKS = {
     "more stages than layers": (
         ["--nproc", "4", "parallel.pp=4", "train.grad_accumulation=4"],
         "the model has 2 layers, and each of 4 stages needs at least one",
+    ),
+    "more stages than can be listed": (
+        ["parallel.pp=1000000000000"],
+        "the model has 2 layers, and each of 1000000000000 stages needs at least one; lower parallel.pp",
     ),
     "more stages a rank than layers": (
         ["--nproc", "2", "parallel.pp=2", "train.grad_accumulation=2", f"{PASSES}.pipeline.schedule=ZBVZeroBubble"],

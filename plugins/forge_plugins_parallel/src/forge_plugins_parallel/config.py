@@ -247,8 +247,14 @@ class PipelineConfig:
             return self.own_schedule.rank_of
         if self.schedule in _V_SCHEDULES:
             return {stage: min(stage, 2 * pp - 1 - stage) for stage in range(2 * pp)}
-        stages_a_rank = self.stages_per_rank or (1 if self.schedule in ("GPipe", "1F1B") else 2)
-        return {stage: stage % pp for stage in range(pp * stages_a_rank)}
+        return {stage: stage % pp for stage in range(self.n_stages(pp))}
+
+    def n_stages(self, pp: int) -> int:
+        """How many stages there are on all ranks along ``pp``, any number of which may have been typed."""
+        if self.own_schedule is not None:
+            return len(self.own_schedule.rank_of)
+        one_each = self.schedule in ("GPipe", "1F1B")
+        return pp * (self.stages_per_rank or (1 if one_each else 2))
 
     @property
     def splits_backward(self) -> bool:
@@ -265,7 +271,7 @@ class PipelineConfig:
         n_layers: int | None = getattr(job.model.config, "n_layers", None)
         if n_layers is not None:
             at_head: int = getattr(job.model.config, "n_predictors", 0)
-            problem = too_few_blocks(n_layers + at_head, len(self.rank_of(pp)), at_head)
+            problem = too_few_blocks(n_layers + at_head, self.n_stages(pp), at_head)
             if problem:
                 yield "", problem
         if self.own_schedule is not None:

@@ -63,7 +63,7 @@ class Pipeline:
         for name in ("embed", "head"):
             if getattr(model, name) is None:
                 raise ConfigError(f"parallel.pp: the model has no {name}, and is not cut into stages; set it to 1")
-        n_stages = len(self._config.rank_of(pp))
+        n_stages = self._config.n_stages(pp)
         if self._config.splits_backward:  # what is compiled within a block, too, may not write into what forward saved
             functorch.donated_buffer = False
         cut = cut_model(model, n_stages, context.job.train.seq_len)
