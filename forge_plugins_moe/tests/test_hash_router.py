@@ -1,3 +1,4 @@
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -148,6 +149,12 @@ class TestFile:
             "file",
             f"there is no file {tmp_path / 'none.npy'} (from the folder in which forge was started)",
         )
+
+    @pytest.mark.parametrize("file", ["~no-such-user/x.npy", "x" * 300])
+    def test_nor_is_one_whose_name_means_nothing(self, file):
+        ((key, sentence),) = HashConfig(file=Path(file)).contradictions(EXPERTS)
+
+        assert (key, sentence.partition(" (")[0]) == ("file", f"there is no file {file}")
 
     def test_a_file_that_is_not_there(self, tmp_path):
         with pytest.raises(ConfigError, match=r"router\.file: cannot read"):

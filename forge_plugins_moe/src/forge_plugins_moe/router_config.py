@@ -278,8 +278,15 @@ class HashConfig(TokenChoiceConfig):
     def contradictions(self, n_experts: int) -> Iterator[tuple[str, str]]:
         """What cannot be with so many experts; and a file that is not there."""
         yield from super().contradictions(n_experts)
-        if self.file is not None and not self.file.expanduser().is_file():
+        if self.file is not None and not _is_there(self.file):
             yield "file", f"there is no file {self.file} (from the folder in which forge was started)"
+
+
+def _is_there(file: Path) -> bool:
+    try:
+        return file.expanduser().is_file()
+    except (OSError, RuntimeError):  # no name that the system takes, or of no user whom it has
+        return False
 
 
 def _of_sigmoid(config: ExpertChoiceConfig, _: attrs.Attribute[Any], value: bool) -> None:

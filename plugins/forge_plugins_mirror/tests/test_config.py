@@ -47,6 +47,7 @@ def complaint(load):
     [
         (["mirror=runs"], "checkpoint.mirror: 'runs' is run.dir, where the checkpoints are already"),
         (["mirror=file://"], "checkpoint.mirror: 'file://' names no folder"),
+        (["mirror=~no-such-user/x"], "'~no-such-user/x' begins with a user whom this machine does not have"),
         (["mirror=memry://x"], "fsspec knows no file system of the name 'memry'; did you mean 'memory'?"),
         (["mirror=ftp://me:hunter2@host/x"], "'ftp://me:***@host/x' has credentials in it, which would be written"),
         (["mirror=ftp://me:hunter2@host/x"], "set FSSPEC_FTP_USERNAME and FSSPEC_FTP_PASSWORD in the environment"),

@@ -147,6 +147,7 @@ mirror = {name = "host_memory"}
         ("checkpoint.mirror.every=50", "50 must be less than checkpoint.interval = 50, at which a run saves anyway"),
         ("checkpoint.mirror.every=0", "checkpoint.mirror.every"),
         ("checkpoint.mirror.evry=3", "every"),
+        ("checkpoint.mirror.folder=shm", "checkpoint.mirror.folder: 'shm' is no absolute path; name a folder in the"),
         ("checkpoint.mirror_keep_last=3", "checkpoint.mirror_keep_last has no effect; remove it"),
     ],
 )

@@ -59,7 +59,9 @@ class HostMemoryConfig:
     ``$NAME`` is taken from the environment of each rank."""
 
     def check(self, job: Job) -> Iterable[tuple[str, str]]:
-        """Refuse a number of steps with which nothing would be kept."""
+        """Refuse a number of steps with which nothing would be kept, and a folder of the working directory."""
+        if not self.folder.startswith(("/", "$")):
+            yield "folder", f"{self.folder!r} is no absolute path; name a folder in the node's memory, as /dev/shm"
         interval = job.checkpoint.interval
         if interval and self.every >= interval:
             yield (

@@ -22,6 +22,10 @@ def mirror_problem(url: str) -> str | None:
         )
     if separator and not path.strip("/"):
         return f"{url!r} names no folder"
+    try:
+        path_of(url)
+    except RuntimeError:
+        return f"{url!r} begins with a user whom this machine does not have"
     for name in filter(None, protocol.split("::")):
         try:
             get_filesystem_class(name)
