@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from forge_core.config.sections import Job
 
 
-_LEAST, _MOST = 1e-38, 1e6
+_LEAST, _MOST = 1e-38, 10**6
 """Of a number that is added to others in fp32, where a smaller one is 0; of a learning rate, or a factor on one."""
 
 MATRIX_ROLES = ("matrix", "expert")
