@@ -349,6 +349,15 @@ def test_a_file_is_to_be_named_with_its_format(tmp_path, open_hub):
         open_hub("json", data_files=str(tmp_path / "b.jsonl"))
 
 
+def test_files_of_this_machine_have_no_revision(tmp_path, open_hub):
+    (tmp_path / "a.jsonl").write_text('{"text": "x"}\n')
+
+    with pytest.raises(ConfigError, match="revision = 'main' has no effect: path = 'json' is no data set of the hub"):
+        open_hub("json", data_files=str(tmp_path / "a.jsonl"), revision="main")
+    with pytest.raises(ConfigError, match="revision = 'main' has no effect"):
+        open_hub(tmp_path, revision="main")
+
+
 def test_without_the_library_it_says_what_to_install(tmp_path, open_hub, monkeypatch):
     path = saved(tmp_path / "corpus")
     monkeypatch.setitem(sys.modules, "datasets", None)

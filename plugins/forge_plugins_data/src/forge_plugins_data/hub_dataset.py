@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
     Loaded: TypeAlias = Dataset | IterableDataset
 
+_FORMATS = ("parquet", "json", "csv", "text")
+"""Of files that ``data_files`` names."""
 _DEFAULT_SPLIT = "train"
 _STATE = "state.json"
 _OF_SAVED = (_STATE, "dataset_dict.json")
@@ -171,8 +173,11 @@ def _load_saved(datasets: Any, config: DatasetConfig, folder: Path) -> Dataset:
     return saved[name]
 
 
-def _load(datasets: Any, config: DatasetConfig, folder: Path, *, streaming: bool) -> Any:
-    """From the hub, its cache, a folder of files, or files of a format that ``path`` names."""
+def _refuse_misplaced(config: DatasetConfig, folder: Path) -> None:
+    """
+    Raises:
+        ConfigError: what is named is of another sort than its key, is not there, or has no revisions.
+    """
     if folder.is_file():
         raise ConfigError(
             f"path = {config.path!r} is a file: set data_files = {config.path!r}, and path to its format "
@@ -180,6 +185,15 @@ def _load(datasets: Any, config: DatasetConfig, folder: Path, *, streaming: bool
         )
     if _is_local(config.path):
         refuse_missing(config.path)
+    if config.revision is not None and (folder.is_dir() or config.path in _FORMATS):
+        raise ConfigError(
+            f"revision = {config.revision!r} has no effect: path = {config.path!r} is no data set of the hub; remove it"
+        )
+
+
+def _load(datasets: Any, config: DatasetConfig, folder: Path, *, streaming: bool) -> Any:
+    """From the hub, its cache, a folder of files, or files of a format that ``path`` names."""
+    _refuse_misplaced(config, folder)
     given = {
         "path": str(folder) if folder.is_dir() else config.path,
         "name": config.subset,
