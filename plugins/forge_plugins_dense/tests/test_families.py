@@ -42,6 +42,7 @@ LONG_ROPE = {
     "long_factor": [1.5, 4.0, 9.0],
 }
 LINEAR = {"rope_type": "linear", "factor": 4.0, "rope_theta": 500.0}
+YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 500.0, "original_max_position_embeddings": 16}
 FAMILIES = {
     "llama": (
         weight_layouts.LlamaLayout,
@@ -83,7 +84,9 @@ FAMILIES = {
     ),
     "exaone4": (
         output_norm_layouts.Exaone4Layout,
-        transformers.Exaone4Config(**SHAPE, head_dim=16, sliding_window=5, sliding_window_pattern=3),
+        transformers.Exaone4Config(
+            **SHAPE, head_dim=16, sliding_window=5, sliding_window_pattern=3, rope_parameters=YARN
+        ),
     ),
     "exaone4 without windows": (
         output_norm_layouts.Exaone4Layout,
@@ -106,7 +109,12 @@ FAMILIES = {
     "smollm3": (
         weight_layouts.SmolLM3Layout,
         transformers.SmolLM3Config(
-            **SHAPE, no_rope_layer_interval=2, use_sliding_window=True, sliding_window=5, mlp_bias=True
+            **SHAPE,
+            no_rope_layers=[0, 1, 0],  # yarn does not sharpen attention without rotary positions
+            use_sliding_window=True,
+            sliding_window=5,
+            mlp_bias=True,
+            rope_parameters=YARN,
         ),
     ),
     "granite": (
@@ -318,6 +326,65 @@ def test_a_model_that_computes_something_else_is_told_the_key(keys, tiny_config,
 
     with pytest.raises(ConfigError, match=f"has another .*{named}|gated mlp"):
         layout.config_json(tiny_config(**usual, **keys), 50)
+
+
+NEOX = {"norm": "layernorm", "attention_bias": "all", "parallel_residual": True}
+OUTPUT = {"norm_placement": "output", "qk_norm": True}
+GEMMA_3 = {"norm": "zero_centered_rmsnorm", "norm_placement": "both", "qk_norm": True, "embed_multiplier": 32**0.5}
+LONG = LongRope(short_factor=(1.0,) * 8, long_factor=(2.0,) * 8, original_max_seq_len=16)
+
+
+@pytest.mark.parametrize(
+    ("layout", "has", "adds", "message"),
+    [
+        (weight_layouts.MistralLayout, {"window": 5}, {"attention_bias": "all"}, "has another attention_bias"),
+        (weight_layouts.MinistralLayout, {"window": 5}, {"attention_bias": "all"}, "has another attention_bias"),
+        (weight_layouts.Phi3Layout, {}, {"attention_bias": "all"}, "has another attention_bias"),
+        (output_norm_layouts.Exaone4Layout, OUTPUT, {"attention_bias": "all"}, "has another attention_bias"),
+        (layer_norm_layouts.StableLmLayout, {"norm": "layernorm"}, {"attention_bias": "all"}, "another attention_bias"),
+        (layer_norm_layouts.StableLmLayout, {"norm": "layernorm"}, {"head_dim": 16}, "has another head_dim"),
+        (weight_layouts.LlamaLayout, {"qk_norm": True}, {"feed_forward": {"bias": True}}, "no biases in its mlp"),
+        (gemma_layouts.Gemma3Layout, GEMMA_3, {"attention_softcap": 2.0}, "transformers caps nothing"),
+        (gemma_layouts.Gemma3Layout, GEMMA_3, {"attention_multiplier": 0.3}, "is a whole number, and attention_mul"),
+        (weight_layouts.Phi3Layout, {}, {"rope_factor": 2.0}, "as long_rope does, if at all"),
+        (weight_layouts.Phi3Layout, {}, {"rope_scaling": Llama3Scaling()}, "as long_rope does, if at all"),
+        (weight_layouts.Phi3Layout, {}, {"head_dim": 16, "long_rope": LONG}, "heads that together are as wide as dim"),
+        (gpt_layouts.GPTNeoXLayout, NEOX, {"head_dim": 16, "long_rope": LONG}, "what is left has 8 factors"),
+        (
+            output_norm_layouts.Olmo3Layout,
+            OUTPUT | {"qk_norm_over": "all"},
+            {"yarn": YarnScaling(factor=4.0, original_max_seq_len=16, truncate=False)},
+            "transformers truncates there in any case",
+        ),
+    ],
+)
+def test_what_transformers_would_leave_out_is_not_written(layout, has, adds, message, tiny_config, mlp):
+    adds = {key: mlp(hidden_dim=48, **value) if key == "feed_forward" else value for key, value in adds.items()}
+    if layout is gpt_layouts.GPTNeoXLayout:
+        has = {**has, "n_kv_heads": 4, "feed_forward": mlp(hidden_dim=48, gated=False, bias=True, activation="gelu")}
+    layout(None).config_json(tiny_config(vocab_size=50, **has), 50)
+    with pytest.raises(ConfigError, match=message):
+        layout(None).config_json(tiny_config(vocab_size=50, **has | adds), 50)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        transformers.Exaone4Config(**SHAPE, sliding_window=5, layer_types=["full_attention"] * 3),
+        transformers.Olmo3Config(
+            **SHAPE | {"num_hidden_layers": 4},
+            sliding_window=5,
+            rope_parameters={"full_attention": LINEAR, "sliding_attention": {"rope_type": "default"}},
+        ),
+    ],
+    ids=["no rotary positions", "stretched in the fewer layers"],
+)
+def test_rotary_positions_of_few_layers_go_there_and_back(config, mlp):
+    name = type(config).__name__.replace("Config", "")
+    layout = getattr(output_norm_layouts, f"{name}Layout")(None)
+    table = layout.model_table(config.to_dict() | {"architectures": [f"{name}ForCausalLM"]})
+    written = layout.config_json(configured(table, mlp), 50)
+    assert layout.model_table(written).items() >= table.items()
 
 
 def test_old_files_of_gpt2_are_read_without_the_prefix_and_with_masks(tiny_model):

@@ -157,7 +157,11 @@ class DecoderLayout(WeightLayout):
             "model_type": self.model_type,
             "vocab_size": vocab_size,
         }
-        different = sorted(_differences(config, self.decoder_table(table)))
+        read = self.decoder_table(table)
+        try:
+            different = sorted(_differences(config, read))
+        except ValueError as error:  # such as that of the long_rope of a head_dim that was left out
+            raise ConfigError(f"{name} has no word for all of this model, and what is left {error}") from error
         if different:
             raise ConfigError(f"{name} has another {', '.join(different[:3])}{and_more(len(different), 3)}")
         return table

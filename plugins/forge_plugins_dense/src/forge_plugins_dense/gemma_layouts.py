@@ -89,12 +89,17 @@ class GemmaLayout(RelativeLayout):
     def write(self, config: TransformerConfig, vocab_size: int) -> Table:
         activation = activation_to_hf(config.feed_forward.config)
         scalar = config.head_size / config.attention_multiplier**2
+        if not math.isclose(scalar, round(scalar)):
+            raise ConfigError(
+                f"query_pre_attn_scalar of {self.architectures[0]} is a whole number, and attention_multiplier makes "
+                f"it {scalar:g}"
+            )
         plain = attrs.evolve(config, attention_multiplier=1.0)  # which would be in the factor of yarn, too
         return super().write(plain, vocab_size) | {
             **named_windows_to_hf(config),
             "hidden_activation": activation,
             "hidden_act": activation,
-            "query_pre_attn_scalar": round(scalar) if math.isclose(scalar, round(scalar)) else scalar,
+            "query_pre_attn_scalar": round(scalar),
             "attn_logit_softcapping": config.attention_softcap,
             "final_logit_softcapping": config.output_softcap,
         }
@@ -155,6 +160,11 @@ class Gemma3Layout(GemmaLayout):
         return super().model_table(ChainMap({"tie_word_embeddings": tied}, cast("Table", text)))
 
     def _beyond_llama(self, hf: Mapping[str, Any]) -> Table:
+        if hf["attn_logit_softcapping"]:
+            raise ConfigError(
+                f"{self.architectures[0]} with attn_logit_softcapping = {hf['attn_logit_softcapping']} is not "
+                "supported, as its attention in transformers caps nothing; only null is"
+            )
         old, new = hf["sliding_window_pattern"], hf["_sliding_window_pattern"]
         pattern = old or new
         windows = windows_from_hf(hf, lambda number: (number + 1) % pattern != 0)

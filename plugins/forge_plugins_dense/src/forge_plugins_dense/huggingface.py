@@ -380,7 +380,9 @@ def rope_to_hf(config: TransformerConfig) -> dict[str, Any]:
     if config.rope_factor != 1:
         rope = {"rope_type": "linear", "factor": config.rope_factor}
     if config.yarn is not None:
-        for layer in (config.layer(number) for number in range(config.n_layers)):
+        layers = [config.layer(number) for number in range(config.n_layers)]
+        stretched = next((layer for layer in layers if layer.rope_stretched), layers[0])
+        for layer in layers:
             sharper = config.logit_scale(layer) / config.attention_multiplier
             _refuse_scaled_part(layer.rotary_fraction, sharper, "the Hugging Face form")
         rope = {
@@ -390,7 +392,7 @@ def rope_to_hf(config: TransformerConfig) -> dict[str, Any]:
             "beta_slow": config.yarn.beta_slow,
             "beta_fast": config.yarn.beta_fast,
             **({} if config.yarn.truncate else {"truncate": False}),
-            "attention_factor": math.sqrt(config.logit_scale(config.layer(config.n_layers))),
+            "attention_factor": math.sqrt(config.logit_scale(stretched)),
         }
     if config.long_rope is not None:
         rope = {
@@ -435,6 +437,8 @@ def _check_representable(config: TransformerConfig) -> MLPConfig:
     feed_forward = config.feed_forward.config
     if not isinstance(feed_forward, MLPConfig) or not feed_forward.is_gated:
         raise ConfigError("only a transformer whose feed_forward is a gated mlp has a Hugging Face form like Llama's")
+    if config.qk_norm and feed_forward.bias:
+        raise ConfigError("Qwen3ForCausalLM has no biases in its mlp, and this model has some")
     if config.norm != RMSNORM:
         raise ConfigError(f'only norm = "rmsnorm" has a Hugging Face form, and this model has "{config.norm.name}"')
     refuse_multipliers(config)

@@ -37,6 +37,17 @@ def tables_of_layers(each: Sequence[Mapping[str, Any]]) -> tuple[Table, list[Tab
     return dict(usual), tables
 
 
+def with_some_turned(table: Table, each: Sequence[Mapping[str, Any]]) -> Table:
+    """A table ``[model]`` with the keys of every layer, ``rotary_fraction`` among them. There, layers that are not
+    rotated are not multiplied by the attention factor of ``yarn``."""
+    if "yarn" in table:
+        each = [{**one, "rope_stretched": one["rotary_fraction"] > 0} for one in each]
+    usual, layers = tables_of_layers(each)
+    if not usual.pop("rope_stretched", True):
+        layers.insert(0, {"at": ":", "rope_stretched": False})
+    return table | {**usual, "layers": layers}
+
+
 def _selections(numbers: list[int], n_layers: int) -> list[int | str]:
     """``LayerConfig.at`` for layers, in as few tables as slices can say."""
     if len(numbers) == 1:

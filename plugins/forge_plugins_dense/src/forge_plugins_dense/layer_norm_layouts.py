@@ -70,6 +70,7 @@ class StableLmLayout(LayerNormLayout):
 
     architectures = ("StableLmForCausalLM",)
     model_type = "stablelm"
+    may_be_biased = False
     epsilon = "layer_norm_eps"
     partial_rotary = True
     defaults: ClassVar[Mapping[str, Any]] = {
@@ -90,4 +91,6 @@ class StableLmLayout(LayerNormLayout):
         return super().read(hf) | {"attention_bias": "qkv" if hf["use_qkv_bias"] else "none"}
 
     def write(self, config: TransformerConfig, vocab_size: int) -> Table:
-        return super().write(config, vocab_size) | {"use_qkv_bias": config.attention_bias == "qkv"}
+        table = super().write(config, vocab_size)
+        del table["head_dim"]  # transformers goes by hidden_size and num_attention_heads
+        return table | {"use_qkv_bias": config.attention_bias == "qkv"}

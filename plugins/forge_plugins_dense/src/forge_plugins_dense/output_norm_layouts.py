@@ -6,6 +6,8 @@ from collections import ChainMap
 from collections.abc import Mapping
 from typing import Any, ClassVar, cast
 
+import attrs
+
 from forge_core.errors import ConfigError
 from forge_plugins_dense.config import TransformerConfig
 from forge_plugins_dense.decoder_layout import DecoderLayout, Table
@@ -15,6 +17,7 @@ from forge_plugins_dense.huggingface_layers import (
     tables_of_layers,
     windows_from_hf,
     windows_to_hf,
+    with_some_turned,
 )
 from forge_plugins_dense.weight_layouts import RelativeLayout
 
@@ -75,17 +78,19 @@ class Olmo3Layout(Olmo2Layout):
         return table | {**usual, "layers": layers}
 
     def write(self, config: TransformerConfig, vocab_size: int) -> Table:
-        table = super().write(config, vocab_size)
         layers = [config.layer(number) for number in range(config.n_layers)]
         full, local = (
-            next((layer.rope_theta for layer in layers if bool(layer.window) == slides), config.rope_theta)
+            next((layer for layer in layers if bool(layer.window) == slides), config.layer(config.n_layers))
             for slides in (False, True)
         )
+        factor = 1.0 if config.rope_stretched else full.rope_factor
+        of_full = attrs.evolve(config, rope_theta=full.rope_theta, rope_factor=factor)
+        table = super().write(of_full, vocab_size)
         kinds = {
-            "full_attention": table["rope_parameters"] | {"rope_theta": full},
-            "sliding_attention": {"rope_type": "default", "rope_theta": local},
+            "full_attention": table["rope_parameters"],
+            "sliding_attention": {"rope_type": "default", "rope_theta": local.rope_theta},
         }
-        return table | {**named_windows_to_hf(config), "rope_parameters": kinds, "rope_theta": full}
+        return table | {**named_windows_to_hf(config), "rope_parameters": kinds}
 
     def _rope_of_kinds(self, hf: Mapping[str, Any]) -> tuple[Table, Table]:
         """``rope_parameters`` of layers without a window and of those with one."""
@@ -98,6 +103,11 @@ class Olmo3Layout(Olmo2Layout):
                     f"Olmo3ForCausalLM with rope_parameters of {kind!r} is not supported; {' and '.join(known)} are"
                 )
         full, local = ({"rope_theta": hf["rope_theta"], **(kinds.get(kind) or {})} for kind in known)
+        if not full.get("truncate", True):
+            raise ConfigError(
+                "Olmo3ForCausalLM with truncate = false in full_attention is not supported, as transformers truncates "
+                "there in any case; only true is"
+            )
         if rope_kind(local) != "default":
             raise ConfigError(
                 f'Olmo3ForCausalLM with rope_type = "{rope_kind(local)}" of sliding_attention is not supported; '
@@ -111,6 +121,7 @@ class Exaone4Layout(OutputNormLayout):
 
     architectures = ("Exaone4ForCausalLM",)
     model_type = "exaone4"
+    may_be_biased = False
     defaults: ClassVar[Mapping[str, Any]] = {
         "rms_norm_eps": 1e-5,
         "sliding_window": 4096,
@@ -126,8 +137,10 @@ class Exaone4Layout(OutputNormLayout):
             )
         windows = windows_from_hf(hf, lambda number: slides and (number + 1) % pattern != 0)
         each = [{"window": window, "rotary_fraction": 1.0 if window or not slides else 0.0} for window in windows]
-        usual, layers = tables_of_layers(each)
-        return super().read(hf) | {**usual, "layers": layers}
+        return with_some_turned(super().read(hf), each)
 
     def write(self, config: TransformerConfig, vocab_size: int) -> Table:
-        return super().write(config, vocab_size) | windows_to_hf(config) | {"sliding_window_pattern": None}
+        table = windows_to_hf(config)
+        if not any(config.layer(number).rotary_fraction for number in range(config.n_layers)):
+            table = named_windows_to_hf(config)  # transformers rotates all layers where there is none
+        return super().write(config, vocab_size) | table | {"sliding_window_pattern": None}

@@ -27,11 +27,11 @@ from forge_plugins_dense.huggingface import (
 )
 from forge_plugins_dense.huggingface_layers import (
     named_windows_to_hf,
-    tables_of_layers,
     tables_of_windows,
     used_windows_from_hf,
     used_windows_to_hf,
     windows_from_hf,
+    with_some_turned,
 )
 from forge_plugins_dense.rope_config import LongRope
 from forge_plugins_hf.weight_layout import Recipe, WeightLayout
@@ -65,6 +65,8 @@ class RelativeLayout(DecoderLayout):
 
     partial_rotary: ClassVar[bool] = False
     """Whether it may rotate a part of a head's features."""
+    may_be_biased: ClassVar[bool] = True
+    """Whether ``attention_bias`` says something there."""
 
     def read(self, hf: Mapping[str, Any]) -> Table:
         name = self.architectures[0]
@@ -80,7 +82,7 @@ class RelativeLayout(DecoderLayout):
             "norm_eps": hf.get("rms_norm_eps", 1e-6),
             "tie_embeddings": hf.get("tie_word_embeddings", False),
             "init_std": hf.get("initializer_range", 0.02),
-            "attention_bias": "all" if hf.get("attention_bias", False) else "none",
+            "attention_bias": "all" if self.may_be_biased and hf.get("attention_bias", False) else "none",
             "feed_forward": mlp_from_hf(hf, name),
         }
         return table | rope_from_hf(hf, name, partial=self.partial_rotary)
@@ -89,6 +91,7 @@ class RelativeLayout(DecoderLayout):
         mlp = config.feed_forward.config
         rope = rope_to_hf(config)
         fraction = {"partial_rotary_factor": config.rotary_fraction} if self.partial_rotary else {}
+        bias = {"attention_bias": config.attention_bias == "all"} if self.may_be_biased else {}
         return {
             "hidden_size": config.dim,
             "intermediate_size": mlp.width(config.dim),
@@ -103,8 +106,8 @@ class RelativeLayout(DecoderLayout):
             "rope_parameters": rope | {"rope_theta": config.rope_theta} | fraction,
             "tie_word_embeddings": config.tie_embeddings,
             "initializer_range": config.init_std,
-            "attention_bias": config.attention_bias == "all",
             "hidden_act": activation_to_hf(mlp),
+            **bias,
             **fraction,
         }
 
@@ -114,6 +117,7 @@ class MistralLayout(RelativeLayout):
 
     architectures = ("MistralForCausalLM",)
     model_type = "mistral"
+    may_be_biased = False
     defaults: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 8, "sliding_window": 4096}
 
     def read(self, hf: Mapping[str, Any]) -> Table:
@@ -128,6 +132,7 @@ class MinistralLayout(RelativeLayout):
 
     architectures = ("MinistralForCausalLM",)
     model_type = "ministral"
+    may_be_biased = False
     order = WeightLayout.order + 1  # with one window, the model is a Mistral
     defaults: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 8, "sliding_window": 4096}
 
@@ -233,8 +238,7 @@ class SmolLM3Layout(RelativeLayout):
             {"rotary_fraction": 1.0 if turned else 0.0, "window": window}
             for turned, window in zip(has_rope, windows, strict=True)
         ]
-        usual, layers = tables_of_layers(each)
-        return super().read(hf) | {**usual, "layers": layers}
+        return with_some_turned(super().read(hf), each)
 
     def write(self, config: TransformerConfig, vocab_size: int) -> Table:
         turned = [int(config.layer(number).rotary_fraction > 0) for number in range(config.n_layers)]
@@ -278,6 +282,7 @@ class Phi3Layout(RelativeLayout):
 
     architectures = ("Phi3ForCausalLM",)
     model_type = "phi3"
+    may_be_biased = False
     partial_rotary = True
     dropouts: ClassVar[Mapping[str, str]] = {
         **RelativeLayout.dropouts,
@@ -308,6 +313,10 @@ class Phi3Layout(RelativeLayout):
     def write(self, config: TransformerConfig, vocab_size: int) -> Table:
         if config.yarn is not None:  # their word for long_rope
             raise ConfigError("Phi3ForCausalLM has another yarn")
+        if config.rope_scaling is not None or config.rope_factor != 1:
+            raise ConfigError("Phi3ForCausalLM stretches rotary frequencies as long_rope does, if at all")
+        if config.long_rope is not None and config.head_size * config.n_heads != config.dim:
+            raise ConfigError("Phi3ForCausalLM with longrope has heads that together are as wide as dim")
         table = super().write(config, vocab_size) | {
             "sliding_window": config.window or None,
             "original_max_position_embeddings": config.max_seq_len,
