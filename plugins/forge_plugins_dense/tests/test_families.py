@@ -348,7 +348,14 @@ LONG = LongRope(short_factor=(1.0,) * 8, long_factor=(2.0,) * 8, original_max_se
         (gemma_layouts.Gemma3Layout, GEMMA_3, {"attention_multiplier": 0.3}, "is a whole number, and attention_mul"),
         (weight_layouts.Phi3Layout, {}, {"rope_factor": 2.0}, "as long_rope does, if at all"),
         (weight_layouts.Phi3Layout, {}, {"rope_scaling": Llama3Scaling()}, "as long_rope does, if at all"),
-        (weight_layouts.Phi3Layout, {}, {"head_dim": 16, "long_rope": LONG}, "heads that together are as wide as dim"),
+        (weight_layouts.Phi3Layout, {}, {"head_dim": 16, "long_rope": LONG}, "pairs of dim / n_heads features a head"),
+        (weight_layouts.Phi3Layout, {}, {"rotary_fraction": 0.0, "long_rope": LONG}, "pairs of dim / n_heads features"),
+        (
+            layer_norm_layouts.StableLmLayout,
+            {"norm": "layernorm", "rotary_fraction": 0.0},
+            {"yarn": YarnScaling(factor=4.0, original_max_seq_len=16)},
+            "yarn and partial_rotary_factor = 0.0 has another attention than ours",
+        ),
         (gpt_layouts.GPTNeoXLayout, NEOX, {"head_dim": 16, "long_rope": LONG}, "what is left has 8 factors"),
         (
             output_norm_layouts.Olmo3Layout,

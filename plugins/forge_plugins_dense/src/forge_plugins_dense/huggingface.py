@@ -302,7 +302,7 @@ def _refuse_scaled_part(fraction: float, logit_scale: float, where: str) -> None
     Raises:
         ConfigError: there are such features, and a factor.
     """
-    if 0 < fraction < 1 and not math.isclose(logit_scale, 1.0):
+    if fraction < 1 and not math.isclose(logit_scale, 1.0):
         raise ConfigError(
             f"{where} with yarn and partial_rotary_factor = {fraction} has another attention than ours, unless "
             "attention_factor = 1"

@@ -315,8 +315,9 @@ class Phi3Layout(RelativeLayout):
             raise ConfigError("Phi3ForCausalLM has another yarn")
         if config.rope_scaling is not None or config.rope_factor != 1:
             raise ConfigError("Phi3ForCausalLM stretches rotary frequencies as long_rope does, if at all")
-        if config.long_rope is not None and config.head_size * config.n_heads != config.dim:
-            raise ConfigError("Phi3ForCausalLM with longrope has heads that together are as wide as dim")
+        pairs = int(config.dim // config.n_heads * config.rotary_fraction) // 2
+        if config.long_rope is not None and len(config.long_rope.short_factor) != pairs:
+            raise ConfigError("Phi3ForCausalLM with longrope rotates pairs of dim / n_heads features a head")
         table = super().write(config, vocab_size) | {
             "sliding_window": config.window or None,
             "original_max_position_embeddings": config.max_seq_len,
