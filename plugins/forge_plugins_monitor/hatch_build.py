@@ -8,11 +8,8 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 ARCHIVE = "forge_plugins_monitor/pages/text.bz2"
 IN_WHEELS = (
-    *("quickstart.md", "configuration.md", "running.md", "checkpoints.md", "data.md", "slurm.md"),
-    *("how-to/choose-a-layout.md", "how-to/debug-a-loss-curve.md"),
+    *("configuration.md", "running.md", "checkpoints.md", "data.md", "slurm.md"),
     "how-to/find-why-a-run-stopped.md",
-    *("how-to/reproduce-a-run.md", "how-to/resume-and-branch.md", "how-to/save-memory.md"),
-    "how-to/train-on-your-data.md",
 )
 """What one needs beside a job, perhaps where there is no network. All wheels together have 2 MB: of other pages they
 have the names alone."""
