@@ -18,7 +18,7 @@ def _of_rbf(config: CkaConfig, _: attrs.Attribute[float], value: float) -> None:
         raise ValueError(f"has no effect with kernel = 'linear', got {value}")
 
 
-def _is_batch(config: CkaConfig, _: attrs.Attribute[int], value: int) -> None:
+def _of_enough_stimuli(config: CkaConfig, _: attrs.Attribute[int], value: int) -> None:
     if value and config.kernel == "rbf":
         raise ValueError(f"has no effect with kernel = 'rbf', got {value}")
     if value and not config.debiased:
@@ -39,7 +39,7 @@ class CkaConfig:
     """Features are a sample, such as the neurons of an area that were recorded: estimate the value of all there are."""
     fraction: float = attrs.field(default=1.0, validator=[gt(0), _of_rbf])
     """With ``rbf``: the width of the kernel, in median distances of stimuli."""
-    batch: int = attrs.field(default=0, validator=[ge(0), _is_batch])
+    batch: int = attrs.field(default=0, validator=[ge(0), _of_enough_stimuli])
     """With ``linear``: estimate from batches of so many stimuli, in less memory and time; 0 takes all at once."""
 
 

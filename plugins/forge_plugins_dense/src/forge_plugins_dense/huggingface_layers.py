@@ -37,7 +37,7 @@ def tables_of_layers(each: Sequence[Mapping[str, Any]]) -> tuple[Table, list[Tab
     return dict(usual), tables
 
 
-def with_some_turned(table: Table, each: Sequence[Mapping[str, Any]]) -> Table:
+def with_some_rotated(table: Table, each: Sequence[Mapping[str, Any]]) -> Table:
     """A table ``[model]`` with the keys of every layer, ``rotary_fraction`` among them. There, layers that are not
     rotated are not multiplied by the attention factor of ``yarn``."""
     if "yarn" in table:

@@ -17,7 +17,7 @@ from forge_plugins_dense.huggingface_layers import (
     tables_of_layers,
     windows_from_hf,
     windows_to_hf,
-    with_some_turned,
+    with_some_rotated,
 )
 from forge_plugins_dense.weight_layouts import RelativeLayout
 
@@ -137,7 +137,7 @@ class Exaone4Layout(OutputNormLayout):
             )
         windows = windows_from_hf(hf, lambda number: slides and (number + 1) % pattern != 0)
         each = [{"window": window, "rotary_fraction": 1.0 if window or not slides else 0.0} for window in windows]
-        return with_some_turned(super().read(hf), each)
+        return with_some_rotated(super().read(hf), each)
 
     def write(self, config: TransformerConfig, vocab_size: int) -> Table:
         table = windows_to_hf(config)

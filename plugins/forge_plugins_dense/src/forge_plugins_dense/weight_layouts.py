@@ -31,7 +31,7 @@ from forge_plugins_dense.huggingface_layers import (
     used_windows_from_hf,
     used_windows_to_hf,
     windows_from_hf,
-    with_some_turned,
+    with_some_rotated,
 )
 from forge_plugins_dense.rope_config import LongRope
 from forge_plugins_hf.weight_layout import Recipe, WeightLayout
@@ -238,7 +238,7 @@ class SmolLM3Layout(RelativeLayout):
             {"rotary_fraction": 1.0 if turned else 0.0, "window": window}
             for turned, window in zip(has_rope, windows, strict=True)
         ]
-        return with_some_turned(super().read(hf), each)
+        return with_some_rotated(super().read(hf), each)
 
     def write(self, config: TransformerConfig, vocab_size: int) -> Table:
         turned = [int(config.layer(number).rotary_fraction > 0) for number in range(config.n_layers)]
