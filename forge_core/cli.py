@@ -14,7 +14,7 @@ import click
 from forge_core import __version__
 from forge_core.commands.invocation import Invocation, load_command
 from forge_core.config.describe import printable
-from forge_core.errors import INTERRUPTED, ExitCode, ForgeError, did_you_mean, exit_code_of
+from forge_core.errors import INTERRUPTED, ExitCode, ForgeError, did_you_mean, exit_code_of, path_problem, place_of
 from forge_core.registry.hookspecs import CORE_COMMANDS
 from forge_core.registry.plugin_files import TRUST_VARIABLE
 
@@ -169,23 +169,12 @@ def _report(error: BaseException, debug: bool) -> int:
 
         click.echo(printable("".join(format_exception(error))), err=True, nl=False)
     expected = isinstance(error, ForgeError)
-    message = str(error) if expected else f"{type(error).__name__}: {error}"
+    message = str(error) if expected else path_problem(error) or f"{type(error).__name__}: {error}"
     if message:  # another rank says it
         click.echo(printable(f"error: {message}"), err=True)
     for note in getattr(error, "__notes__", ()):
         click.echo(printable(note), err=True)
-    if not expected and not debug:
-        click.echo(_place_of(error), err=True)
+    if exit_code_of(error) == ExitCode.UNEXPECTED and not expected and not debug:
+        click.echo(f"at {place_of(error)}", err=True)
         click.echo("re-run with --debug for the traceback; it is a bug in Forge or in a plugin", err=True)
     return exit_code_of(error)
-
-
-def _place_of(error: BaseException) -> str:
-    """Where it was raised, or what called torch there."""
-    from traceback import extract_tb
-
-    torch = sys.modules.get("torch")
-    generated_and_torchs = ("<", *getattr(torch, "__path__", ()))
-    frames = extract_tb(error.__traceback__)
-    last = next((one for one in reversed(frames) if not one.filename.startswith(generated_and_torchs)), frames[-1])
-    return f"at {last.filename}:{last.lineno}, in {last.name}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from enum import IntEnum
@@ -36,7 +37,30 @@ def exit_code_of(error: BaseException) -> int:
     """How a process ends that ``error`` has ended."""
     if isinstance(error, SystemExit) and error.code == INTERRUPTED:
         return INTERRUPTED
-    return int(error.exit_code if isinstance(error, ForgeError) else ExitCode.UNEXPECTED)
+    unexpected = ExitCode.INVALID if path_problem(error) else ExitCode.UNEXPECTED
+    return int(error.exit_code if isinstance(error, ForgeError) else unexpected)
+
+
+def path_problem(error: BaseException) -> str:
+    """A sentence about a path that the user gave, if ``error`` is that there can be no such path; else nothing."""
+    if isinstance(error, OSError) and "File name too long" in str(error):
+        return f"the path {error.filename!r} cannot be: {error.strerror}"
+    if isinstance(error, RuntimeError) and str(error) == "Could not determine home directory.":
+        from traceback import walk_tb
+
+        frame = [frame for frame, _ in walk_tb(error.__traceback__)][-1]  # of Path.expanduser
+        return f"the path '{frame.f_locals.get('self', '~')}' begins with a user whom this machine does not have"
+    return ""
+
+
+def place_of(error: BaseException) -> str:
+    """Where it was raised, or what called torch there, or the exit that another package has put in place of ours."""
+    from traceback import extract_tb
+
+    others = ("<", *getattr(sys.modules.get("torch"), "__path__", ()))  # generated code, and torch's
+    frames = extract_tb(error.__traceback__)
+    ours = [one for one in frames if not one.filename.startswith(others) and one.name != "exit"] or frames
+    return f"{ours[-1].filename}:{ours[-1].lineno}, in {ours[-1].name}"
 
 
 class ConfigError(ForgeError):
@@ -130,8 +154,7 @@ def did_you_mean(word: str, names: Iterable[str], likeness: float = 0.6) -> str:
     Args:
         likeness: the least that counts, 0 to 1; more than usual where all names share a prefix.
     """
-    near = nearest(word, names, likeness)
-    return f" Did you mean '{near}'?" if near else ""
+    return f" Did you mean '{near}'?" if (near := nearest(word, names, likeness)) else ""
 
 
 def nearest(word: str, names: Iterable[str], likeness: float = 0.6) -> str | None:
@@ -142,21 +165,16 @@ def nearest(word: str, names: Iterable[str], likeness: float = 0.6) -> str | Non
         likeness: the least that counts as alike, 0 to 1.
     """
     import difflib  # only a mistake pays for it
+    import re
 
     meant = {name.lower(): name for name in names}
     begun = [name for name in meant if len(word) > 1 and name.startswith(word.lower())]
     matches = difflib.get_close_matches(word.lower(), meant, n=1, cutoff=likeness) or sorted(begun, key=len)
     if not matches and 1 < len(word) <= _ABBREVIATION:
-        matches = [name for name in meant if name[:1] == word[0].lower() and _is_within(word.lower(), name)]
+        matches = [name for name in meant if re.match(".*".join(map(re.escape, word.lower())), name)]
         matches = matches if len(matches) == 1 else []
     return meant[matches[0]] if matches else None
 
 
 _ABBREVIATION = 3
 """Letters of a word that counts as one, at most."""
-
-
-def _is_within(word: str, name: str) -> bool:
-    """Return whether the letters of ``word`` stand in ``name`` in this order."""
-    letters = iter(name)
-    return all(letter in letters for letter in word)

@@ -8,14 +8,13 @@ import shlex
 import sys
 import warnings
 from pathlib import Path
-from traceback import extract_tb
 from typing import Any
 
 import click
 
 from forge_core.contracts.cluster_environment import ClusterEnvironment
 from forge_core.contracts.command import options_of
-from forge_core.errors import INTERRUPTED, ConfigError, ExitCode, ForgeError, NotJoinedError
+from forge_core.errors import INTERRUPTED, ConfigError, ExitCode, ForgeError, NotJoinedError, exit_code_of, place_of
 from forge_core.run.process import frozen_imports
 
 COMMAND = "FORGE_COMMAND"
@@ -105,12 +104,10 @@ def _run_here(
     except SystemExit as error:
         if error.code == INTERRUPTED:
             raise
-        frames = reversed(extract_tb(error.__traceback__))  # the last is of a component, or of what it calls
-        where = next(frame for frame in frames if frame.name != "exit")  # which wandb puts in place of sys.exit
-        place = f"{where.filename}:{where.lineno}, in {where.name}"
-        raise ForgeError(f"the process was told to exit ({error.code}) before the run had ended: {place}") from error
-    except ForgeError as error:
-        code = error.exit_code
+        why = f"the process was told to exit ({error.code}) before the run had ended: {place_of(error)}"
+        raise ForgeError(why) from error
+    except Exception as error:
+        code = ExitCode(exit_code_of(error))
         if isinstance(error, NotJoinedError) and (sentence := cluster.explain(error)):
             error.add_note(sentence)
         if isinstance(error, ConfigProblems) and COMMAND not in os.environ:  # else it is a copy that a launcher made

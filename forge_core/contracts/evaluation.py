@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 
 def _is_part_of_a_key(_: object, attribute: attrs.Attribute[str], value: str | None) -> None:
-    if value is not None and not value.replace("_", "").replace("-", "").replace(".", "").isalnum():
-        raise ValueError(f"{attribute.alias} must be letters, digits, '_', '-' and '.', got {value!r}")
+    if value is not None and not (len(value) <= 100 and value.translate(dict.fromkeys(b"_-.")).isalnum()):
+        raise ValueError(f"{attribute.alias} must be at most 100 letters, digits, '_', '-' and '.', got {value!r}")
 
 
 @attrs.frozen(kw_only=True)

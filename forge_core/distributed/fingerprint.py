@@ -70,6 +70,4 @@ def _differences(ranks: Sequence[Mapping[str, str]]) -> Iterator[str]:
 
 
 def _rank_words(ranks: Sequence[int]) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    return f"ranks {', '.join(map(str, ranks[:8]))}{and_more(len(ranks), 8)}"
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:8]))}{and_more(len(ranks), 8)}"

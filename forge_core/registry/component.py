@@ -7,7 +7,7 @@ command; the config class by ``forge validate``; the factory by ``forge run``. O
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import attrs
@@ -141,8 +141,7 @@ class Need:
     """Same as in ``Conflict``."""
 
 
-def _conflicts(values: Iterable[Conflict]) -> tuple[Conflict, ...]:
-    return _tuple(values)
+_conflicts: Callable[[Iterable[Conflict]], tuple[Conflict, ...]] = _tuple
 
 
 def _needs(values: Iterable[str | Need]) -> tuple[Need, ...]:

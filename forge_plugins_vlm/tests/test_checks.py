@@ -124,6 +124,11 @@ def refused():
         ),
         (
             "joint_decoder",
+            ["model.connector.name=average_pool", "model.connector.window=1000000000"],
+            "model.connector.window: must be at most 256",
+        ),
+        (
+            "joint_decoder",
             ["model.fusion.bidirectional=true", "model.window=8"],
             "a window is causal; remove model.window, or bidirectional",
         ),

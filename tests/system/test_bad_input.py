@@ -14,6 +14,14 @@ OVERRIDES = {
     "unknown section": (["trian.steps=3"], "trian: unknown key; did you mean 'train'?"),
     "unknown key": (["optimizer.lrr=3"], "optimizer.lrr: unknown key; did you mean 'lr'?"),
     "more GiB than there are": (["model.dim=1000000000"], "model.dim: 1000000000 in 2 layers makes about 1.6e+19"),
+    "a vocabulary of more GiB than there are": (
+        [f"model.vocab_size={10**15}"],
+        "model.vocab_size: 1000000000000000 in 2 layers makes about 3.2e+16",
+    ),
+    "heads of more GiB than there are": (
+        [f"model.head_dim={10**14}", "model.n_kv_heads=4"],
+        "model.head_dim: 400000000000000 in 2 layers",
+    ),
     "more parameters than this machine can hold": (
         ["model.dim=131072", "model.feed_forward.hidden_dim=524288"],
         "model: the parameters of one rank take",
@@ -22,7 +30,8 @@ OVERRIDES = {
         [f"model.num_experts={4 * 10**9}", f"model.moe.hidden_dim={10**9}", "model.moe.router=hash"],
         "model: a tensor of it is too large to be counted; make it smaller (Storage size calculation overflowed",
     ),
-    "a learning rate that fp32 does not have": (["optimizer.lr=1e300"], "optimizer.lr: must be at most 1000000, got"),
+    "a learning rate that fp32 does not have": (["optimizer.lr=1e300"], "optimizer.lr: must be at most 1e+30, got"),
+    "a decay that turns signs": (["optimizer.weight_decay=1e300"], "optimizer.weight_decay: must be at most 1 / lr ="),
     "an eps that is 0 in fp32": (["optimizer.eps=1e-300"], "optimizer.eps: must be at least 1e-38, got 1e-300"),
     "more layers than can be": (["model.n_layers=10000000"], "model.n_layers: must be at most 10000, got 10000000"),
     "an integer beyond 64 bits": (["train.steps=9223372036854775808"], "expected an integer of at most 64 bits"),
@@ -44,6 +53,26 @@ OVERRIDES = {
         "the path '~no-such-user/x' begins with a user whom this machine does not have",
     ),
     "a path that the system does not take": (["data.path=" + "x" * 300], "cannot be looked at: File name too long"),
+    "a run in the home of a user that is not there": (
+        ["run.dir=~no-such-user/x"],
+        "the path '~no-such-user/x' begins with a user whom this machine does not have",
+    ),
+    "weights at a path that the system does not take": (
+        ["checkpoint.load.path=" + "x" * 300],
+        "cannot be: File name too long",
+    ),
+    "a label that no file can have": (
+        [f'evaluations=[{{name="perplexity", label="{"x" * 101}"}}]'],
+        "evaluations[0].label: must be at most 100 letters",
+    ),
+    "more random features than memory holds": (
+        ['callbacks=[{name="capture", features=1000000000}]'],
+        "callbacks[0].features: must be at most 65536",
+    ),
+    "adapters of a rank beyond counting": (
+        [f"parallel.passes.lora.rank={10**18}"],
+        "parallel.passes.lora.rank: must be at most 65536",
+    ),
     "a null character": (['run.dir="a\\u0000b"'], "run.dir: cannot hold a null character"),
     "an entry of an array that has none": (
         ["optimizer.groups.0.lr_scale=0.5"],

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 import attrs
-from attrs.validators import ge, min_len
+from attrs.validators import and_, ge, le, min_len
 
 from forge_core.api import ComponentRef, Slot
 from forge_core.contracts.evaluation import EvaluationConfig
@@ -37,7 +37,7 @@ class CaptureConfig:
     """Steps between captures."""
     over: Literal["none", "last", "mean"] = "none"
     """Keep each position, the last one of a sample, or the mean over a sample."""
-    features: int = attrs.field(default=0, validator=ge(0))
+    features: int = attrs.field(default=0, validator=and_(ge(0), le(65536)))
     """Project on so many random directions; 0 keeps all features."""
     dtype: Literal["", "float32", "bfloat16", "float16"] = ""
     """Of what is written; by default as computed."""

@@ -349,6 +349,11 @@ def test_a_file_is_to_be_named_with_its_format(tmp_path, open_hub):
         open_hub("json", data_files=str(tmp_path / "b.jsonl"))
 
 
+def test_files_of_a_format_have_no_subset(tmp_path, open_hub):
+    with pytest.raises(ConfigError, match="subset = 'en' has no effect: path = 'json' is no data set of the hub"):
+        open_hub("json", data_files=str(tmp_path / "a.jsonl"), subset="en")
+
+
 def test_files_of_this_machine_have_no_revision(tmp_path, open_hub):
     (tmp_path / "a.jsonl").write_text('{"text": "x"}\n')
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import attrs
-from attrs.validators import ge, gt
+from attrs.validators import and_, ge, gt, le
 
 from forge_plugins_vlm.connectors.head_count import uneven_heads
 from forge_plugins_vlm.connectors.projection_config import ProjectionConfig
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class PoolConfig(ProjectionConfig):
     """A token for each window of features; windows at the right and at the bottom may have fewer."""
 
-    window: int = attrs.field(default=2, validator=ge(2))
+    window: int = attrs.field(default=2, validator=and_(ge(2), le(256)))
     """Rows and columns of features that become a token."""
 
     def grid(self, features: Grid) -> Grid:

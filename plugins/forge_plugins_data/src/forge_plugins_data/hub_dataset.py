@@ -176,7 +176,7 @@ def _load_saved(datasets: Any, config: DatasetConfig, folder: Path) -> Dataset:
 def _refuse_misplaced(config: DatasetConfig, folder: Path) -> None:
     """
     Raises:
-        ConfigError: what is named is of another sort than its key, is not there, or has no revisions.
+        ConfigError: what is named is of another sort than its key, or is not there; or files have no such thing.
     """
     if folder.is_file():
         raise ConfigError(
@@ -185,10 +185,12 @@ def _refuse_misplaced(config: DatasetConfig, folder: Path) -> None:
         )
     if _is_local(config.path):
         refuse_missing(config.path)
-    if config.revision is not None and (folder.is_dir() or config.path in _FORMATS):
-        raise ConfigError(
-            f"revision = {config.revision!r} has no effect: path = {config.path!r} is no data set of the hub; remove it"
-        )
+    is_format = config.path in _FORMATS and not folder.is_dir()
+    for key, is_idle in (("revision", is_format or folder.is_dir()), ("subset", is_format)):
+        if (value := getattr(config, key)) is not None and is_idle:
+            raise ConfigError(
+                f"{key} = {value!r} has no effect: path = {config.path!r} is no data set of the hub; remove it"
+            )
 
 
 def _load(datasets: Any, config: DatasetConfig, folder: Path, *, streaming: bool) -> Any:

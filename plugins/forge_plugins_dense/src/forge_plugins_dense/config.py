@@ -459,10 +459,7 @@ class TransformerConfig:
         """What is wrong with this model in this job."""
         if job.train.seq_len > self.max_seq_len:
             yield "max_seq_len", f"{self.max_seq_len} is shorter than train.seq_len = {job.train.seq_len}"
-        if (parameters := self.n_layers * sum(out * into for out, into, _ in self.matrices().values())) > _MOST:
-            gib = 4 * parameters / 2**30
-            shape = f"{self.dim} in {self.n_layers} layers makes about {parameters:.1e} parameters"
-            yield "dim", f"{shape}, {gib:,.0f} GiB in fp32, more than any cluster holds; lower one of them"
+        yield from self._too_large()
         if self.n_predictors >= job.train.seq_len:
             reach = f"no token is {self.n_predictors} ahead of another in train.seq_len = {job.train.seq_len}"
             yield "multi_token.depths", reach
@@ -484,6 +481,18 @@ class TransformerConfig:
             yield from self._check_dropped_weights(job)
         if self.attention in CUDA_KERNELS and job.run.device in ("cpu", "mps"):
             yield "attention", f'"{self.attention}" needs CUDA, and run.device is "{job.run.device}"'
+
+    def _too_large(self) -> Iterator[tuple[str, str]]:
+        """More parameters than can be: the fault of ``dim``, which all matrices have, or of the key of the largest."""
+        sides = {key: sorted(one[:2]) for key, one in self.matrices().items()}
+        sizes = {key: (1 if key == "vocab_size" else self.n_layers) * math.prod(two) for key, two in sides.items()}
+        if (parameters := sum(sizes.values())) <= _MOST:
+            return
+        largest = max(sizes, key=lambda key: (sizes[key], key == "head_dim" and self.head_size > self.n_heads))
+        key, side = ("dim", self.dim) if sides[largest][1] < 100 * self.dim else (largest, sides[largest][1])
+        shape = f"{side} in {self.n_layers} layers makes about {parameters:.1e} parameters"
+        gib = 4 * parameters / 2**30
+        yield key, f"{shape}, {gib:,.0f} GiB in fp32, more than any cluster holds; lower one of them"
 
     def _check_dropped_weights(self, job: Job) -> Iterator[tuple[str, str]]:
         cp = job.parallel.cp

@@ -14,8 +14,11 @@ if TYPE_CHECKING:
     from forge_core.config.sections import Job
 
 
-_LEAST, _MOST = 1e-38, 10**6
-"""Of a number that is added to others in fp32, where a smaller one is 0; of a learning rate, or a factor on one."""
+_LEAST, _MOST = 1e-38, 1e30
+"""Of a number that is added to others in fp32, where a smaller one is 0; of a learning rate, which fp32 still has after
+a factor of at most ``10**6``."""
+_NONE: float = 0
+"""For mypy, which compares the validators of a field."""
 
 MATRIX_ROLES = ("matrix", "expert")
 Role = Literal["matrix", "embedding", "head", "norm", "bias", "expert"]
@@ -34,9 +37,9 @@ class ParameterGroup:
     pattern: str = attrs.field(validator=min_len(1))
     """Qualified parameter names, such as ``"blocks.*.attention.*"``; ``*`` stands for anything, dots included, ``?``
     for one character, ``[…]`` for one of some. Case matters. A group that takes no parameter is an error."""
-    lr: float | None = attrs.field(default=None, validator=optional([ge(0), le(_MOST)]))
+    lr: float | None = attrs.field(default=None, validator=optional(and_(ge(0), le(_MOST))))
     """Base learning rate, instead of the optimizer's. It follows the schedule too."""
-    lr_scale: float | None = attrs.field(default=None, validator=[optional([ge(0), le(_MOST)]), _not_with_lr])
+    lr_scale: float | None = attrs.field(default=None, validator=[optional([ge(0), le(10**6)]), _not_with_lr])
     """Factor on the optimizer's base learning rate."""
     weight_decay: float | None = attrs.field(default=None, validator=optional(ge(0)))
     """Weight decay of everything the pattern takes, norms and biases included; by default what the parameter's role
@@ -57,13 +60,19 @@ def _last_sets_something(_: object, __: attrs.Attribute[Any], groups: tuple[Para
         )
 
 
+def _shrinks(config: MatrixRules, _: attrs.Attribute[float], value: float) -> None:
+    if value > 1 and value * config.lr > 1:  # below, it is lr that is far too high
+        most = f"1 / lr = {1 / config.lr:g}"
+        raise ValueError(f"must be at most {most}, or 1 − lr · weight_decay is negative; got {value:g}")
+
+
 @attrs.frozen(kw_only=True)
 class MatrixRules:
     """The keys of every optimizer that says which parameters get which learning rate and weight decay."""
 
-    lr: float = attrs.field(validator=[gt(0), le(_MOST)])
+    lr: float = attrs.field(validator=[gt(_NONE), le(_MOST)])
     """Base learning rate, which the schedule multiplies."""
-    weight_decay: float = attrs.field(default=0.1, validator=ge(0))
+    weight_decay: float = attrs.field(default=0.1, validator=[ge(0), _shrinks])
     """Each step also multiplies a parameter by ``1 − lr · weight_decay``."""
     groups: tuple[ParameterGroup, ...] = attrs.field(default=(), validator=_last_sets_something)
     """Exceptions by parameter name, in order. A group with a ``pattern`` only keeps what it takes from the groups after
@@ -79,7 +88,7 @@ class MatrixRules:
 class ParameterRules(MatrixRules):
     """The same, of optimizers for parameters of every role."""
 
-    weight_decay: float = attrs.field(default=0.1, validator=ge(0))
+    weight_decay: float = attrs.field(default=0.1, validator=[ge(0), _shrinks])
     """Each step also multiplies a decayed parameter by ``1 − lr · weight_decay``. Matrices, experts and an untied head
     are decayed; norms and biases never are; for embedding tables see ``decay_embeddings``."""
     decay_embeddings: bool = False
@@ -224,7 +233,7 @@ class ScheduleFreeAdamWConfig(ParameterRules, CompileRules):
     steps, which does what a schedule's decay does elsewhere: choose the scheduler ``constant`` with a warm-up. Its
     authors use a learning rate 1 to 10 times larger than AdamW's with a schedule."""
 
-    weight_decay: float = attrs.field(default=0.1, validator=ge(0))
+    weight_decay: float = attrs.field(default=0.1, validator=[ge(0), _shrinks])
     """Factor on a decayed parameter that is added to its direction, as AdamW does at a constant learning rate. Which
     are decayed is as everywhere."""
     betas: tuple[float, float] = attrs.field(default=(0.9, 0.999), validator=deep_iterable(and_(gt(0), lt(1))))

@@ -437,7 +437,7 @@ class Float8Config:
 class LoraConfig:
     """``[parallel.passes.lora]``."""
 
-    rank: int = attrs.field(default=16, validator=ge(1))
+    rank: int = attrs.field(default=16, validator=and_(ge(1), le(65536)))
     """Rows of the first matrix and columns of the second, of each adapted layer."""
     alpha: float = attrs.field(default=32.0, validator=gt(0))
     """What adapters add is multiplied by ``alpha / rank``."""
