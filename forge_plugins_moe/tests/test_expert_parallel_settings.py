@@ -1,5 +1,8 @@
 """What of expert parallelism is refused before a run, and with which sentence; as ``forge plan`` finds it out too."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -100,3 +103,9 @@ def test_the_launcher_says_how_many_ranks_a_node_has(ranks, monkeypatch):
 
 def _numbers(nodes):
     return nodes.count, nodes.ranks_each
+
+
+def test_a_number_of_ranks_beyond_counting_is_left_to_the_mesh():
+    job: Any = SimpleNamespace(parallel=SimpleNamespace(tp=1, ep=10**18))
+
+    assert [*HierarchicalConfig(ranks_per_node=6).check(job)] == []

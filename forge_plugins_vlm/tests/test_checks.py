@@ -124,6 +124,21 @@ def refused():
         ),
         (
             "joint_decoder",
+            ["model.connector={name='resampler', n_heads=1000000000000000000}"],
+            "1000000000000000000 heads cannot share out the 64 features of conv_vit evenly; 64 can",
+        ),
+        (
+            "cross_attention",
+            ["model.fusion.n_heads=1000000000000000000"],
+            "1000000000000000000 heads cannot share out model.dim = 64 evenly; 64 can",
+        ),
+        (
+            "joint_decoder",
+            ["model.connector={name='mlp', n_layers=1000000000}"],
+            "model.connector.n_layers: must be at most 1000",
+        ),
+        (
+            "joint_decoder",
             ["model.connector.name=average_pool", "model.connector.window=1000000000"],
             "model.connector.window: must be at most 256",
         ),

@@ -18,6 +18,7 @@ from PIL import Image
 
 from forge_core.data.stream import SampleStream
 from forge_core.errors import ConfigError
+from forge_plugins_vlm.data.config import expanded
 
 X = -100
 N = 32
@@ -640,3 +641,8 @@ def test_an_empty_placeholder_is_one_problem(tmp_path, open_source):
         open_source(path=str(tmp_path), placeholder="")
 
     assert "prompt_template" not in str(refused.value)
+
+
+def test_braces_for_more_files_than_there_can_be_are_refused():
+    with pytest.raises(ConfigError, match=r"path: 'a-0-\{000\.\.999999999\}\.tar' would be more than 1,000,000 files"):
+        expanded("a-{0..99}-{000..999999999}.tar")

@@ -20,6 +20,8 @@ DropPolicy = Literal["weight", "position"]
 
 FLOAT8_MULTIPLE = 16
 """What an expert's features must be multiples of for products in float8: rows then begin at 16 bytes."""
+_MOST_RANKS = 10**6
+"""Any number may have been typed; the mesh refuses more than there are."""
 
 
 def _is_alone(config: MoEConfig, attribute: attrs.Attribute[int], value: int) -> None:
@@ -98,7 +100,7 @@ class HierarchicalConfig:
 
     def check(self, job: Job) -> Iterator[tuple[str, str]]:
         """What is wrong with this dispatcher in this job; of nodes that the launcher knows, a run finds it out."""
-        if self.ranks_per_node is None:
+        if self.ranks_per_node is None or job.parallel.ep > _MOST_RANKS:
             return
         ranks = [place * job.parallel.tp for place in range(job.parallel.ep)]  # the first that exchange rows
         on_each = Counter(rank // self.ranks_per_node for rank in ranks)

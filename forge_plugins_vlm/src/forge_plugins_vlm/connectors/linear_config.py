@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import attrs
-from attrs.validators import ge
+from attrs.validators import and_, ge, le
 
 from forge_plugins_vlm.connectors.projection_config import Activation, ProjectionConfig
-from forge_plugins_vlm.contracts.connector import ConnectorConfig, matrix_flops
+from forge_plugins_vlm.contracts.connector import MOST_LAYERS, ConnectorConfig, matrix_flops
 from forge_plugins_vlm.contracts.vision_encoder import Grid
 
 
@@ -32,7 +32,7 @@ class LinearConfig(EachFeatureConfig):
 class MLPConnectorConfig(ProjectionConfig, EachFeatureConfig):
     """Several matrices; a token for each feature (LLaVA-1.5, Liu et al. 2023, arXiv 2310.03744)."""
 
-    n_layers: int = attrs.field(default=2, validator=ge(2))
+    n_layers: int = attrs.field(default=2, validator=and_(ge(2), le(MOST_LAYERS)))
     """Matrices; LLaVA calls 2 of them ``mlp2x_gelu``."""
     bias: bool = True
     """Add a bias behind each matrix."""

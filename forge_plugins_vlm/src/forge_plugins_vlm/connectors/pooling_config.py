@@ -10,7 +10,7 @@ from attrs.validators import and_, ge, gt, le
 
 from forge_plugins_vlm.connectors.head_count import uneven_heads
 from forge_plugins_vlm.connectors.projection_config import ProjectionConfig
-from forge_plugins_vlm.contracts.connector import matrix_flops
+from forge_plugins_vlm.contracts.connector import MOST_LAYERS, matrix_flops
 from forge_plugins_vlm.contracts.vision_encoder import Grid
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class PixelShuffleConfig(ProjectionConfig):
 
     scale: int = attrs.field(default=2, validator=ge(2))
     """Rows and columns of features that become a token; both sides of the grid are multiples of it."""
-    n_layers: int = attrs.field(default=1, validator=ge(1))
+    n_layers: int = attrs.field(default=1, validator=and_(ge(1), le(MOST_LAYERS)))
     """Matrices of the projection to the decoder's width."""
     bias: bool = True
     """Add a bias behind each matrix; Idefics3 does not."""

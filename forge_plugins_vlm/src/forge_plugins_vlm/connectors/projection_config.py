@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import attrs
-from attrs.validators import ge, gt, optional
+from attrs.validators import and_, ge, gt, le, optional
 
-from forge_plugins_vlm.contracts.connector import ConnectorConfig
+from forge_plugins_vlm.contracts.connector import MOST_LAYERS, ConnectorConfig
 
 Activation = Literal["gelu", "gelu_tanh", "relu", "silu"]
 
@@ -21,7 +21,7 @@ def _between_matrices(config: ProjectionConfig, attribute: attrs.Attribute[Any],
 class ProjectionConfig(ConnectorConfig):
     """Matrices to the decoder's width, with an activation between them."""
 
-    n_layers: int = attrs.field(default=2, validator=ge(1))
+    n_layers: int = attrs.field(default=2, validator=and_(ge(1), le(MOST_LAYERS)))
     """Matrices of the projection to the decoder's width."""
     hidden_dim: int | None = attrs.field(default=None, validator=[optional(gt(0)), _between_matrices])
     """Width between these matrices; by default the decoder's."""

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import attrs
-from attrs.validators import ge, gt
+from attrs.validators import and_, ge, gt, le
 
 from forge_plugins_vlm.connectors.head_count import uneven_heads
 from forge_plugins_vlm.connectors.projection_config import Activation
-from forge_plugins_vlm.contracts.connector import ConnectorConfig, matrix_flops
+from forge_plugins_vlm.contracts.connector import MOST_LAYERS, ConnectorConfig, matrix_flops
 from forge_plugins_vlm.contracts.vision_encoder import Grid
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ class ResamplerConfig(ConnectorConfig):
 
     n_tokens: int = attrs.field(default=64, validator=gt(0))
     """Tokens of a tile."""
-    depth: int = attrs.field(default=2, validator=ge(1))
+    depth: int = attrs.field(default=2, validator=and_(ge(1), le(MOST_LAYERS)))
     """Layers of attention, each with an MLP; Flamingo has 6."""
     n_heads: int = attrs.field(default=4, validator=gt(0))
     """Heads of attention; they divide the width of the encoder's features."""

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
     from forge_core.contracts.model import Initializer, ParameterRole
 
+MOST_LAYERS = 1000
+"""Of a connector: any number may have been typed, and each takes memory before its size is known."""
+
 
 @attrs.frozen(kw_only=True)
 class ConnectorConfig(ABC):

@@ -11,6 +11,7 @@ from attrs.validators import ge, gt, min_len, optional
 
 from forge_core.api import ComponentRef, Slot
 from forge_core.contracts.batch import Entry
+from forge_core.errors import ConfigError
 from forge_plugins_data.answers_config import AnswersConfig, is_date
 from forge_plugins_data.config import missing_paths
 from forge_plugins_data.dataset_config import not_empty
@@ -23,15 +24,22 @@ OnError = Literal["refuse", "skip"]
 
 PLAIN = "{prompt} {answer}"
 """The prompt template unless another is asked for."""
+_MOST_FILES = 10**6
 _BRACES = re.compile(r"\{(\d+)\.\.(\d+)\}")
 
 
 def expanded(paths: str | tuple[str, ...]) -> tuple[str, ...]:
-    """Paths with their braces written out: ``a-{000..002}.tar`` is three."""
+    """Paths with their braces written out: ``a-{000..002}.tar`` is three.
+
+    Raises:
+        ConfigError: they are more files than any data set has.
+    """
     found: list[str] = []
     for path in (paths,) if isinstance(paths, str) else paths:
         if match := _BRACES.search(path):
             first, last = match.groups()
+            if len(found) + int(last) - int(first) >= _MOST_FILES:
+                raise ConfigError(f"path: {path!r} would be more than {_MOST_FILES:,} files")
             numbers = (f"{number:0{len(first)}d}" for number in range(int(first), int(last) + 1))
             found += expanded(tuple(path[: match.start()] + one + path[match.end() :] for one in numbers))
         else:

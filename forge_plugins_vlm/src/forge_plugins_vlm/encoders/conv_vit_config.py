@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import attrs
-from attrs.validators import deep_iterable, ge, gt
+from attrs.validators import and_, deep_iterable, ge, gt, le
 
 from forge_plugins_vlm.contracts.vision_encoder import Grid, VisionEncoderConfig
 
@@ -47,7 +47,7 @@ class ConvViTConfig(VisionEncoderConfig):
     """Height and width of a tile, in pixels. Each feature of it has a position that is learned."""
     any_size: bool = False
     """Take tiles of other sizes too; positions are then interpolated from those of ``size``."""
-    n_layers: int = attrs.field(default=2, validator=ge(1))
+    n_layers: int = attrs.field(default=2, validator=and_(ge(1), le(10_000)))
     """Transformer layers."""
     n_heads: int = attrs.field(default=4, validator=[gt(0), _divides_dim])
     """Heads of attention in each."""

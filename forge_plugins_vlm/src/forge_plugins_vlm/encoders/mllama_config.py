@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import attrs
-from attrs.validators import ge, gt
+from attrs.validators import and_, ge, gt, le
 
 from forge_plugins_vlm.contracts.vision_encoder import Grid, VisionEncoderConfig
 from forge_plugins_vlm.encoders.architectures import HiddenAct
@@ -36,9 +36,9 @@ class MllamaArchitecture:
 
     hidden_size: int = attrs.field(default=1280, validator=gt(0))
     """Width of a layer."""
-    num_hidden_layers: int = attrs.field(default=32, validator=ge(1))
+    num_hidden_layers: int = attrs.field(default=32, validator=and_(ge(1), le(10_000)))
     """Layers over the parts of a picture."""
-    num_global_layers: int = attrs.field(default=8, validator=ge(0))
+    num_global_layers: int = attrs.field(default=8, validator=and_(ge(0), le(10_000)))
     """Layers behind them, which add what they find by learned gates."""
     attention_heads: int = attrs.field(default=16, validator=[gt(0), _divides_hidden_size])
     """Heads of attention in each."""

@@ -139,7 +139,7 @@ class CrossAttentionConfig(FusionConfig):
 
 
 def _nearest_divisor(number: int, most: int) -> int:
-    return max(one for one in range(1, most) if number % one == 0)
+    return max(one for one in range(1, min(most, number + 1, 4096)) if number % one == 0)
 
 
 @attrs.frozen(kw_only=True)
