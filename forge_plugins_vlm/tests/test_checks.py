@@ -139,6 +139,16 @@ def refused():
         ),
         (
             "joint_decoder",
+            ["model.encoder={name='clip', architecture={num_hidden_layers=1000000000}}"],
+            "model.encoder.architecture.num_hidden_layers: must be at most 10000",
+        ),
+        (
+            "joint_decoder",
+            ["model.encoder={name='mllama', architecture={max_num_tiles=64}}"],
+            "supported_aspect_ratios: must be others than the default, which is for max_num_tiles = 4",
+        ),
+        (
+            "joint_decoder",
             ["model.connector.name=average_pool", "model.connector.window=1000000000"],
             "model.connector.window: must be at most 256",
         ),

@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from typing import Literal
 
 import attrs
-from attrs.validators import ge, gt
+from attrs.validators import and_, ge, gt, le
 
 HiddenAct = Literal["gelu", "gelu_pytorch_tanh", "quick_gelu"]
 
@@ -35,7 +35,7 @@ class Architecture(ABC):
 
     hidden_size: int = attrs.field(default=768, validator=gt(0))
     """Width of a feature."""
-    num_hidden_layers: int = attrs.field(default=12, validator=ge(1))
+    num_hidden_layers: int = attrs.field(default=12, validator=and_(ge(1), le(10_000)))
     """Transformer layers."""
     num_attention_heads: int = attrs.field(default=12, validator=[gt(0), _divides_hidden_size])
     """Heads of attention in each."""

@@ -11,6 +11,7 @@ from forge_plugins_vlm.contracts.vision_encoder import Grid, VisionEncoderConfig
 from forge_plugins_vlm.encoders.architectures import HiddenAct
 from forge_plugins_vlm.encoders.transformers_config import CLIP
 
+_TILES = 4
 _RATIOS = ((1, 1), (1, 2), (1, 3), (1, 4), (2, 1), (2, 2), (3, 1), (4, 1))
 
 
@@ -28,6 +29,8 @@ def _fit(one: MllamaArchitecture, _: attrs.Attribute[Any], value: tuple[Grid, ..
     for rows, columns in value:
         if not 1 <= rows * columns <= one.max_num_tiles:
             raise ValueError(f"must have 1 to max_num_tiles = {one.max_num_tiles} parts, got {[rows, columns]}")
+    if value == _RATIOS and one.max_num_tiles != _TILES:
+        raise ValueError(f"must be others than the default, which is for max_num_tiles = {_TILES}")
 
 
 @attrs.frozen(kw_only=True)
@@ -54,7 +57,7 @@ class MllamaArchitecture:
     """Added to the variance in norms of layers."""
     intermediate_layers_indices: tuple[int, ...] = attrs.field(default=(3, 7, 15, 23, 30), validator=_are_layers)
     """Layers, from 0, whose hidden states stand beside the last ones in a feature."""
-    max_num_tiles: int = attrs.field(default=4, validator=ge(1))
+    max_num_tiles: int = attrs.field(default=_TILES, validator=ge(1))
     """The most parts of a picture; there are always as many, some of them empty."""
     supported_aspect_ratios: tuple[Grid, ...] = attrs.field(default=_RATIOS, validator=_fit)
     """Rows and columns of parts; each of them has learned positions of its own."""
