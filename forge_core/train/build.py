@@ -274,8 +274,8 @@ def build_on_meta(job: Job, vocab_size: int, build: ComponentBuilder) -> nn.Modu
         with torch.device("meta"):
             model: nn.Module = build(with_multipliers(job, build), vocab_size=vocab_size)
     except (RuntimeError, TypeError) as error:
-        if "verflow" in str(error):  # in the number of bytes, or in one size
-            raise ConfigError(f"model: a tensor of it is too large to be counted; make it smaller ({error})") from error
+        if "verflow" in (why := str(error).partition("\n")[0]):  # in the number of bytes, or in one size
+            raise ConfigError(f"model: a tensor of it is too large to be counted; make it smaller ({why})") from error
         raise
     if job.train.precision == "bf16_pure":
         cast_parameters(model, torch.bfloat16)

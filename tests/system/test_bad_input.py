@@ -30,6 +30,10 @@ OVERRIDES = {
         [f"model.num_experts={4 * 10**9}", f"model.moe.hidden_dim={10**9}", "model.moe.router=hash"],
         "model: a tensor of it is too large to be counted; make it smaller (Storage size calculation overflowed",
     ),
+    "a size of more than 64 bits": (
+        ["model.num_experts=4", "model.moe.shared_experts=4", f"model.moe.shared_hidden_dim={2**62}"],
+        "Overflow when unpacking long long)\n",
+    ),
     "a learning rate that fp32 does not have": (["optimizer.lr=1e300"], "optimizer.lr: must be at most 1e+30, got"),
     "a decay that turns signs": (["optimizer.weight_decay=1e300"], "optimizer.weight_decay: must be at most 1 / lr ="),
     "an eps that is 0 in fp32": (["optimizer.eps=1e-300"], "optimizer.eps: must be at least 1e-38, got 1e-300"),
@@ -60,6 +64,10 @@ OVERRIDES = {
     "weights at a path that the system does not take": (
         ["checkpoint.load.path=" + "x" * 300],
         "cannot be: File name too long",
+    ),
+    "canonical correlations of more features than samples": (
+        ['evaluations=[{name="representations", samples=32, metric="cca"}]'],
+        "evaluations[0].samples: cca needs more than the 32 features of a site, got 32",
     ),
     "a label that no file can have": (
         [f'evaluations=[{{name="perplexity", label="{"x" * 101}"}}]'],

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import attrs
 from attrs.validators import and_, ge, le, min_len
 
 from forge_core.api import ComponentRef, Slot
 from forge_core.contracts.evaluation import EvaluationConfig
+from forge_plugins_interp.metrics.config import CcaConfig
+
+if TYPE_CHECKING:
+    from forge_core.config.sections import Job
 
 
 @attrs.frozen(kw_only=True)
@@ -25,6 +30,12 @@ class RepresentationsConfig(EvaluationConfig):
     """Of a sequence: the mean over its positions, or the last one."""
     metric: Annotated[ComponentRef, Slot("representation_metric", default="cka")]
     """A ``representation_metric``."""
+
+    def check(self, job: Job) -> Iterator[tuple[str, str]]:
+        """Canonical correlations need more samples than features, of which the residual stream has ``model.dim``."""
+        width: int = getattr(job.model.config, "dim", 0)
+        if isinstance(self.metric.config, CcaConfig) and self.samples <= width and "resid" in " ".join(self.sites):
+            yield "samples", f"{self.metric.name} needs more than the {width} features of a site, got {self.samples}"
 
 
 @attrs.frozen(kw_only=True)
