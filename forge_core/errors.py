@@ -170,11 +170,7 @@ def nearest(word: str, names: Iterable[str], likeness: float = 0.6) -> str | Non
     meant = {name.lower(): name for name in names}
     begun = [name for name in meant if len(word) > 1 and name.startswith(word.lower())]
     matches = difflib.get_close_matches(word.lower(), meant, n=1, cutoff=likeness) or sorted(begun, key=len)
-    if not matches and 1 < len(word) <= _ABBREVIATION:
+    if not matches and 1 < len(word) <= 3:  # letters of an abbreviation
         matches = [name for name in meant if re.match(".*".join(map(re.escape, word.lower())), name)]
         matches = matches if len(matches) == 1 else []
     return meant[matches[0]] if matches else None
-
-
-_ABBREVIATION = 3
-"""Letters of a word that counts as one, at most."""

@@ -7,7 +7,7 @@ command; the config class by ``forge validate``; the factory by ``forge run``. O
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import attrs
@@ -141,7 +141,8 @@ class Need:
     """Same as in ``Conflict``."""
 
 
-_conflicts: Callable[[Iterable[Conflict]], tuple[Conflict, ...]] = _tuple
+def _conflicts(values: Iterable[Conflict]) -> tuple[Conflict, ...]:
+    return _tuple(values)
 
 
 def _needs(values: Iterable[str | Need]) -> tuple[Need, ...]:

@@ -149,6 +149,11 @@ def refused():
         ),
         (
             "joint_decoder",
+            ['data.processor={name="anyres", size=32, grids=[[1000000000, 1000000000]]}'],
+            "data.processor.grids: may have at most 1024 tiles each, got [1000000000, 1000000000]",
+        ),
+        (
+            "joint_decoder",
             ["model.connector.name=average_pool", "model.connector.window=1000000000"],
             "model.connector.window: must be at most 256",
         ),

@@ -410,3 +410,11 @@ def test_each_modality_is_computed_by_its_own_weights(make_model, fusion, text, 
 def test_a_vocabulary_keeps_tokens_that_can_be_predicted(make_model):
     with pytest.raises(ConfigError, match=r"model\.input_tokens: must be less than the 31 tokens of the vocabulary"):
         make_model(input_tokens=31)
+
+
+def test_a_target_that_is_no_token_to_predict_is_told_with_the_key(make_model, build):
+    model, tokens = make_model(input_tokens=4), torch.full((1, 8), 30)
+    loss = build(build.resolve("loss", {"name": "cross_entropy"}))
+
+    with pytest.raises(ConfigError, match=r"model\.input_tokens: .* among the last 4 tokens \(Target 30"):
+        model(tokens, tokens, loss)

@@ -89,7 +89,13 @@ class VisionLanguageModel(Transformer):
             images |= self._turned(images["image_slots"], inputs.get("positions"), self._grids(shown, tokens), cache)
         if self._is_bidirectional and not (cache is not None and cache.length):
             inputs["mask"] = image_mask(images, inputs.get("document"), inputs.get("positions"))
-        output = super().forward(tokens, targets, loss, cache=cache, facts=images, **inputs)
+        try:
+            output = super().forward(tokens, targets, loss, cache=cache, facts=images, **inputs)
+        except IndexError as error:
+            if self.config.input_tokens and "out of bounds" in str(error):  # as cross entropy on the CPU says it
+                sentence = f"the data have targets among the last {self.config.input_tokens} tokens ({error})"
+                raise ConfigError(f"model.input_tokens: {sentence}; lower it") from error
+            raise
         if self.head is not None or not self._image_tokens_travel:
             return output
         return output, {"image_tokens": images["image_tokens"]}  # type: ignore[return-value]  # hidden states

@@ -6,7 +6,7 @@ import math
 from typing import Any, Literal
 
 import attrs
-from attrs.validators import ge
+from attrs.validators import and_, ge, le
 
 from forge_plugins_vlm.contracts.image_processor import ImageProcessorConfig
 from forge_plugins_vlm.contracts.vision_encoder import Grid
@@ -16,6 +16,9 @@ from forge_plugins_vlm.images.patched_size import patched_size
 Fit = Literal["stretch", "crop", "pad"]
 Resample = Literal["bicubic", "bilinear", "lanczos"]
 Resampler = Literal["pillow", "torch"]
+
+_MOST_TILES = 1024
+"""Of a picture; batches have room for as many."""
 
 
 @attrs.frozen(kw_only=True)
@@ -72,6 +75,8 @@ class OfSeveralTiles(OfSquareTiles):
 def _grids(_: object, attribute: attrs.Attribute[Any], value: tuple[Grid, ...]) -> None:
     if not value or any(one < 1 for grid in value for one in grid):
         raise ValueError(f"'{attribute.name}' must name at least one grid, of rows and columns from 1 on: {value!r}")
+    if most := [grid for grid in value if math.prod(grid) > _MOST_TILES]:
+        raise ValueError(f"'{attribute.name}' may have at most {_MOST_TILES} tiles each, got {list(most[0])}")
     if twice := [grid for grid in value if value.count(grid) > 1]:
         raise ValueError(f"'{attribute.name}' names {list(twice[0])} twice; remove one")
 
@@ -122,7 +127,7 @@ class TilesConfig(OfSeveralTiles):
     shape, rounded up. One that fits into a single tile is that tile alone. (Idefics 3, nanoVLM)
     """
 
-    longest: int = attrs.field(default=4, validator=ge(1))
+    longest: int = attrs.field(default=4, validator=and_(ge(1), le(32)))
     """The most tiles along a side."""
 
     @property
