@@ -59,6 +59,8 @@ from parity_matrix.launch import JOB
         (MuonConfig, {"lr": 0.1, "iterations": 0}),
         (MuonConfig, {"lr": 0.1, "momentum": 1.0}),
         (ScheduleFreeAdamWConfig, {"lr": 0.1, "betas": (0.0, 0.9)}),
+        (ScheduleFreeAdamWConfig, {"lr": 0.1, "r": 1e9}),
+        (ScheduleFreeAdamWConfig, {"lr": 0.1, "weight_lr_power": 1e9}),
         (ScheduleFreeAdamWConfig, {"lr": 0.1, "betas": (0.9, 1.0)}),
         (ScheduleFreeAdamWConfig, {"lr": 0.1, "r": -1.0}),
         (ScheduleFreeAdamWConfig, {"lr": 0.1, "weight_lr_power": -1.0}),

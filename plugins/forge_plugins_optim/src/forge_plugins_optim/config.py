@@ -241,9 +241,9 @@ class ScheduleFreeAdamWConfig(ParameterRules, CompileRules):
     mean of the gradient's square, a step."""
     eps: float = attrs.field(default=1e-8, validator=ge(_LEAST))
     """Added to the root of the second moment."""
-    r: float = attrs.field(default=0.0, validator=ge(0))
+    r: float = attrs.field(default=0.0, validator=and_(ge(0), le(100)))
     """Step k has the weight ``k^r`` in the average; 0 weighs early steps like late ones."""
-    weight_lr_power: float = attrs.field(default=2.0, validator=ge(0))
+    weight_lr_power: float = attrs.field(default=2.0, validator=and_(ge(0), le(100)))
     """A step's weight is also the highest learning rate so far to this power, so that a warm-up counts little; 0
     weighs all alike."""
 
