@@ -81,6 +81,27 @@ def test_a_square_is_stretched_cropped_or_padded():
     assert np.array_equal(padded[2:6], np.asarray(image))
 
 
+@pytest.mark.parametrize("size", [*SIZES, (5, 9)])
+@pytest.mark.parametrize("resample", ["bicubic", "lanczos"])
+def test_a_padded_square_is_that_of_pillow(size, resample):
+    image, method = noise(*size), Image.Resampling[resample.upper()]
+    expected = ImageOps.pad(image, (16, 16), method, color=(127, 127, 127))
+
+    found = Square(SquareConfig(size=16, fit="pad", resample=resample))(image, (1, 1)).tiles[0]
+
+    assert np.array_equal(found.transpose(1, 2, 0), np.asarray(expected))
+
+
+@pytest.mark.parametrize("size", [(1, 200), (200, 1)])
+def test_a_line_is_still_there_in_a_padded_square(size):
+    """It was rounded to no pixels: a grey tile, of which its answers were learned."""
+    line = Image.new("RGB", size, (255, 0, 0))
+
+    found = Square(SquareConfig(size=16, fit="pad"))(line, (1, 1)).tiles[0]
+
+    assert (found.transpose(1, 2, 0) == (255, 0, 0)).all(-1).sum() == 16
+
+
 @pytest.mark.parametrize("size", SIZES)
 def test_anyres_has_the_tiles_of_transformers(size):
     grids = AnyresConfig(size=16).grids
@@ -218,17 +239,21 @@ def test_every_mode_becomes_rgb(mode):
         assert np.asarray(as_rgb(image))[0, 0].tolist() == [40_000 >> 8] * 3
 
 
+@pytest.mark.parametrize("form", ["PNG", "TIFF"])
 @pytest.mark.parametrize("orientation", range(1, 9))
-def test_pictures_are_upright(orientation):
-    image = noise(8, 16)
+def test_pictures_are_upright(tmp_path, orientation, form):
+    """A TIFF was turned twice: Pillow does it when it decodes one."""
+    image, path = noise(8, 16), tmp_path / "a"
     exif = Image.Exif()
     exif[0x0112] = orientation
-    content = written(image, "PNG", exif=exif)
+    path.write_bytes(content := written(image, form, exif=exif))
+    by_png = Image.open(io.BytesIO(written(image, "PNG", exif=exif)))
 
     found = open_picture(content)
 
     assert (found.height, found.width) == size_of(content) == ((8, 16) if orientation < 5 else (16, 8))
-    assert np.array_equal(np.asarray(found), np.asarray(ImageOps.exif_transpose(Image.open(io.BytesIO(content)))))
+    assert size_of(path) == size_of(content)
+    assert np.array_equal(np.asarray(found), np.asarray(ImageOps.exif_transpose(by_png)))
 
 
 def test_a_jpeg_is_decoded_no_smaller_than_asked_for():

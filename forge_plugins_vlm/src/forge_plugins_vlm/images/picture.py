@@ -16,7 +16,7 @@ from forge_plugins_vlm.contracts.image_processor import AtLeast
 from forge_plugins_vlm.contracts.vision_encoder import Grid
 from forge_plugins_vlm.images.config import OfSeveralTiles, Resample
 
-_ORIENTATION = 0x0112
+_WIDTH, _HEIGHT, _ORIENTATION = 0x0100, 0x0101, 0x0112
 _TURNED = (5, 6, 7, 8)
 """Orientations of EXIF in which height and width change places."""
 _FLIP = Image.Transpose
@@ -60,7 +60,7 @@ def open_picture(content: bytes, at_least: AtLeast | None = None) -> Image.Image
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about its metadata
             image = Image.open(io.BytesIO(content))
-            orientation = image.getexif().get(_ORIENTATION, 1)
+            orientation = 1 if image.format == "TIFF" else image.getexif().get(_ORIENTATION, 1)  # Pillow turns a TIFF
             if at_least is not None and not _drafted(image, at_least, is_turned=orientation in _TURNED):
                 image = Image.open(io.BytesIO(content))
             _refuse_floats(image)
@@ -98,9 +98,10 @@ def size_of(source: bytes | Path) -> Grid:
             warnings.simplefilter("ignore")
             with Image.open(source if isinstance(source, Path) else io.BytesIO(source)) as image:
                 _refuse_floats(image)
-                width, height = image.size
                 # Pillow decodes a PNG first, as EXIF may stand behind the pixels
                 exif = Image.Image.getexif(image) if _ends_with_pixels(image) else image.getexif()
+                # of a TIFF, some versions of Pillow have turned the size already
+                width, height = (exif[_WIDTH], exif[_HEIGHT]) if image.format == "TIFF" else image.size
                 return (width, height) if exif.get(_ORIENTATION, 1) in _TURNED else (height, width)
     except UnidentifiedImageError as error:  # of which the message shows an object of Python
         raise OSError(_UNKNOWN) from error

@@ -28,7 +28,17 @@ class Square:
         if config.fit == "crop":
             rgb = ImageOps.fit(rgb, size, method)
         elif config.fit == "pad":
-            rgb = ImageOps.pad(rgb, size, method, color=_GREY)
+            rgb = _padded(rgb, config)
         else:
             rgb = resized(rgb, size, config.resample)
         return Processed(pixels_of(rgb)[None], self.layout((image.height, image.width), grid).slots)
+
+
+def _padded(rgb: Image.Image, config: SquareConfig) -> Image.Image:
+    """As ``ImageOps.pad``, except that no picture is so long that nothing of it is left."""
+    longest, side = max(rgb.size), config.size
+    width, height = (max(1, round(one / longest * side)) for one in rgb.size)
+    padded = Image.new("RGB", (side, side), _GREY)
+    inner = resized(rgb, (height, width), config.resample)
+    padded.paste(inner, (round((side - width) * 0.5), round((side - height) * 0.5)))
+    return padded
