@@ -24,7 +24,10 @@ class DataSourceConfig:
     has_own_order: ClassVar[bool] = False
     """True for a ``PositionedSource`` or ``StreamedSource``: the key ``shuffle`` would do nothing, and is refused."""
     Phase: ClassVar[type | None] = None
-    """The config class of ``phases.data``, of a ``PositionedSource`` whose phases differ."""
+    """The config class of ``phases.data``, of a ``PositionedSource`` or ``StreamedSource`` whose phases differ. If the
+    source has a method ``go_without(left_out)``, it is called with the stretches ``[start, stop)`` of positions that
+    the run goes without, in order: when the run starts, and each time that it goes back. A phase is to begin later by
+    those before it."""
 
     shuffle: bool = True
     """Visit the samples of each epoch in a pseudo-random order that depends on the seed and the epoch alone."""

@@ -167,11 +167,9 @@ class BatchLoader(Iterator[list[Batch]], AbstractContextManager["BatchLoader"]):
     def _next_microbatch(self) -> Batch:
         if self._pool is None:
             return self._read(self._advance())
-        while len(self._ahead) < self._prefetch:
+        while len(self._ahead) <= self._prefetch:  # the one that is asked for, and those ahead of it
             self._ahead.append(self._pool.submit(self._read, self._advance()))
-        batch = self._ahead.popleft().result()
-        self._ahead.append(self._pool.submit(self._read, self._advance()))
-        return batch
+        return self._ahead.popleft().result()
 
     def _advance(self) -> np.ndarray:
         start, number = self._next

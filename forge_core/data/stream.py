@@ -40,6 +40,8 @@ class SampleStream:
         self.seed = seed
         self.shuffle = shuffle
         self.left_out = tuple((int(start), int(stop)) for start, stop in left_out)
+        if hasattr(source, "go_without"):
+            source.go_without(self.left_out)
         self._order_of_block = functools.lru_cache(maxsize=8)(self._permuted_block)
 
     def read(self, positions: np.ndarray) -> dict[str, np.ndarray]:
@@ -83,8 +85,7 @@ class SampleStream:
     def samples_read(self, position: int) -> int:
         """How many samples of each of ``streams`` are read before ``position``, a multiple of their number."""
         assert self.streams is not None, "it is asked of streams"
-        last = self.numbers(np.array([position - 1])) if position else np.array([-1])
-        return int(last[0] + 1) // self.streams.n_streams
+        return (self.numbers_of(0, position)[1] + 1) // self.streams.n_streams if position else 0
 
     def numbers_of(self, start: int, stop: int) -> tuple[int, int]:
         """The first and the last number of the positions ``start`` to ``stop − 1``."""

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from forge_core.data.stream import SampleStream
 from forge_core.data.streams import StreamsByPosition
 from forge_core.errors import ConfigError
 from forge_plugins_data.interleaving import InterleavingInPhases
@@ -158,6 +159,15 @@ def test_a_phase_changes_what_follows_and_nothing_before_it():
     assert phased.counts(80) == InterleavingInPhases([(0, (0.2, 0.8)), *phases]).counts(80) == [44, 36]
     assert plain.fingerprint == phased.fingerprint
     assert plain.fingerprint != mixed([Counting(0, 8), Indexed()], (0.2, 0.8)).fingerprint
+
+
+def test_a_phase_begins_with_its_step_where_samples_before_it_are_left_out():
+    source = StreamsByPosition(mixed([Counting(0, 4), Indexed()], (1.0, 0.0), [(40, (0.0, 1.0))]))
+
+    stream = SampleStream(source, seed=0, shuffle=False).without(16, 24)
+
+    assert stream.read(np.arange(48))["source"].tolist() == [0] * 40 + [1] * 8
+    assert stream.counts(48) == {"a": 40, "b": 8}
 
 
 def test_sources_without_tokens_are_mixed_and_counted():

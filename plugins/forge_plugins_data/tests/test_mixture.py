@@ -107,6 +107,21 @@ def test_a_phase_changes_what_follows_and_nothing_before(open_mixture):
     assert plain.fingerprint == phased.fingerprint
 
 
+def test_a_phase_begins_with_its_step_where_samples_before_it_are_left_out(open_mixture):
+    """It began as many steps too early as a rollback had left out."""
+    phased = open_mixture({"a": (3, 400), "b": (1, 400)}, phases=[(40, {"a": 0.0})])
+    plain = SampleStream(open_mixture({"a": (3, 400), "b": (1, 400)}), seed=0, shuffle=False, left_out=[(16, 24)])
+    stream = SampleStream(phased, seed=0, shuffle=False)
+    stream.read(np.arange(80))
+
+    stream = stream.without(16, 24).without(48, 56)
+
+    before, after = np.arange(40), np.arange(40, 80)
+    np.testing.assert_array_equal(stream.read(before)["tokens"], plain.read(before)["tokens"])
+    assert set(stream.read(after)["source"].tolist()) == {1}
+    assert stream.counts(80) == {"a": np.sum(stream.read(before)["source"] == 0), "b": 50}
+
+
 def test_batches_have_each_source_s_samples_and_its_number(open_mixture):
     source = open_mixture({"a": (3, 400), "b": (1, 400)})
 

@@ -99,12 +99,23 @@ class InterleavingInPhases:
         Args:
             phases: where each begins, in order, the first at 0; and its weights.
         """
+        self._given = phases
         self._starts = np.array([start for start, _ in phases])
         self._phases = [Interleaving(weights) for _, weights in phases]
         self._before = np.zeros((len(phases), len(phases[0][1])), np.int64)
         """How many samples of each source come before each phase."""
         for index, length in enumerate(np.diff(self._starts)):
             self._before[index + 1] = self._before[index] + self._phases[index].counts(int(length))
+
+    def without(self, left_out: Sequence[tuple[int, int]]) -> InterleavingInPhases:
+        """The same for a run that goes without stretches of positions, in their order: a phase begins later by those
+        that begin before it."""
+        phases = []
+        for start, weights in self._given:
+            for first, stop in left_out:
+                start += (stop - first) * (first < start)
+            phases.append((start, weights))
+        return InterleavingInPhases(phases)
 
     def at(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Same as ``Interleaving.at``."""

@@ -42,8 +42,13 @@ class MixedStreams(WatchedParts):
         numbers = [part.n_streams for part in parts.parts]
         self.n_streams = math.gcd(*numbers)
         self.fingerprint = parts.fingerprint(tuple(shares), numbers)
-        self._interleavings = InterleavingInPhases([(0, shares), *phases])
+        self._planned = InterleavingInPhases([(0, shares), *phases])
         self._rows = -(-_BLOCK // self.n_streams)
+        self.go_without(())
+
+    def go_without(self, left_out: Sequence[tuple[int, int]]) -> None:
+        """See ``DataSourceConfig.Phase``."""
+        self._interleavings = self._planned.without(left_out)
         self._block = functools.lru_cache(maxsize=8)(self._dealt)
 
     def open(

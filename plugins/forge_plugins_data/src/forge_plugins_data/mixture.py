@@ -72,8 +72,13 @@ class Mixture(WatchedParts):
         super().__init__(parts)
         self.shares = tuple(shares)
         self.fingerprint = parts.fingerprint(self.shares)
-        self._interleavings = InterleavingInPhases([(0, shares), *phases])
-        self._block = functools.lru_cache(maxsize=8)(
+        self._planned = InterleavingInPhases([(0, shares), *phases])
+        self.go_without(())
+
+    def go_without(self, left_out: Sequence[tuple[int, int]]) -> None:
+        """See ``DataSourceConfig.Phase``."""
+        self._interleavings = self._planned.without(left_out)
+        self._block = functools.lru_cache(maxsize=8)(  # a new one, as a thread may still read for the one before
             lambda number: self.samples_at(np.arange(number * _BLOCK, (number + 1) * _BLOCK))
         )
 
