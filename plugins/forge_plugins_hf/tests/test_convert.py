@@ -256,6 +256,39 @@ def test_documents_begin_with_the_token_that_transformers_puts_before_a_text(tmp
     assert transformers.AutoTokenizer.from_pretrained(tmp_path / "back")("w5 w7")["input_ids"] == expected
 
 
+@pytest.mark.parametrize("has_tokenizer", [False, True])
+def test_the_ids_of_special_tokens_come_back_from_a_checkpoint_and_from_a_run_that_began_with_it(
+    has_tokenizer, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    made("llama", tmp_path / "hf")
+    given = {"bos_token_id": 2, "eos_token_id": [1, 5], "pad_token_id": 0}
+    changed(tmp_path / "hf", **given)
+    if not has_tokenizer:
+        (tmp_path / "hf" / "tokenizer_config.json").unlink()
+        (tmp_path / "hf" / "tokenizer.json").rename("other.json")
+
+    def written(source, out):
+        assert main(["convert", source, "--to", "huggingface", "--out", out]) == 0
+        table = json.loads((tmp_path / out / "config.json").read_text())
+        return {key: table[key] for key in given}
+
+    back = given | ({"bos_token_id": None} if has_tokenizer else {})  # its template puts nothing before a text
+    assert main(["convert", "hf", "--to", "forge", "--out", "ours"]) == 0
+    assert written("ours/checkpoint", "back") == back
+
+    (tmp_path / "text").write_text(" ".join(f"w{n * n % 64}" for n in range(400)))
+    data = ["data.path=text"] if has_tokenizer else ["data={name='synthetic', vocab_size=64}"]
+    settings = ["train.steps=1", "train.seq_len=16", "train.precision=fp32", "run.device=cpu", *data]
+    assert main(["run", "ours/train.toml", *settings]) == 0
+    assert written("runs/ours", "trained") == back
+    if not has_tokenizer:
+        other = "{name='tokenizer_file', path='other.json', end_of_document='w3'}"  # by whose ids tokens are others
+        settings[-1] = f"data={{name='text_files', path='text', tokenizer={other}}}"
+        assert main(["run", "ours/train.toml", *settings, "run.name=other"]) == 0
+        assert written("runs/other", "of_other") == dict.fromkeys(given) | {"eos_token_id": 3}
+
+
 def rounded(value):
     """A number, or numbers in tables, without its last digits."""
     if isinstance(value, dict):

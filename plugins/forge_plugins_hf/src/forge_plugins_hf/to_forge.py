@@ -23,7 +23,7 @@ from forge_core.train.build import build_on_meta
 from forge_plugins_hf.config_json import INCLUDE, ReadKeys, architecture_in, read_config
 from forge_plugins_hf.model_folder import layout_in, recipes_in, table_of, weights_in
 from forge_plugins_hf.shards import Shards, on_meta
-from forge_plugins_hf.tokenizer import FILE, choose_tokenizer, keep_tokenizer, token_ids
+from forge_plugins_hf.tokenizer import FILE, choose_tokenizer, keep_tokenizer, special_tokens_in, token_ids
 from forge_plugins_hf.weight_layout import Recipe
 from forge_plugins_weights.export import write_checkpoint
 
@@ -113,7 +113,11 @@ def to_forge(
             "step": 0,
             "vocab_size": table["vocab_size"],
             "modules": module_versions([model]),
-            "converted": {"source": str(folder.resolve()), "architecture": architecture},
+            "converted": {
+                "source": str(folder.resolve()),
+                "architecture": architecture,
+                "special_tokens": special_tokens_in(config),
+            },
             **saved,
         },
         step=0,

@@ -67,7 +67,7 @@ def to_huggingface(
         return Described(name, recipe.make(*on_meta(shapes, recipe.reads)).shape, own)
 
     described = [described_by(name, recipe) for name, recipe in recipes.items()]
-    tokens = special_tokens(tokenizer, model.state)
+    tokens = special_tokens(tokenizer, model.state, model.origin_tokens)
     table = {**tokens, **model.table, "torch_dtype": _NAMES[kept], **({INCLUDE: [*include]} if include else {})}
     if "text_config" in table:
         table["text_config"] = {**tokens, **table["text_config"]}

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from forge_core.errors import ConfigError
 
 FILE = "tokenizer.json"
+_SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 _COMPONENT = "forge-plugins-data:tokenizer_file"
 _BESIDE = (
     *("tokenizer_config.json", "special_tokens_map.json", "generation_config.json", "chat_template.jinja"),
@@ -79,16 +80,34 @@ def give_tokenizer(saved: Path, out: Path, table: Mapping[str, Any]) -> bool:
     return True
 
 
-def special_tokens(saved: Path, state: Mapping[str, Any]) -> dict[str, int | None]:
+def special_tokens(saved: Path, state: Mapping[str, Any], origin: Mapping[str, Any]) -> dict[str, Any]:
     """Ids for ``config.json``, where ``transformers`` would otherwise take those of its own tokenizers.
 
     Args:
         saved: the checkpoint's folder of the tokenizer.
         state: the checkpoint's, which names the tokens that begin and end a document.
+        origin: those of the model that was downloaded. Without a tokenizer they are given back; with one, further ends
+            and padding are, where it ends a document as that model does.
     """
-    table, known = state.get("tokenizer") or {}, token_ids(saved / FILE)
-    begin, end = (known.get(str(table.get(f"{which}_of_document"))) for which in ("begin", "end"))
+    known: dict[str, Any] = {**dict.fromkeys(_SPECIAL), **origin}
+    if (table := state.get("tokenizer")) is None:
+        return known
+    ids = token_ids(saved / FILE)
+    begin, end = (ids.get(str(table.get(f"{which}_of_document"))) for which in ("begin", "end"))
+    if end is not None and end in _listed(known["eos_token_id"]):
+        return {**known, "bos_token_id": begin}
     return {"bos_token_id": begin, "eos_token_id": end, "pad_token_id": None}
+
+
+def special_tokens_in(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The ids of special tokens that a ``config.json`` has, of its model for text where it has several models."""
+    tables = (config, config.get("text_config") or {})
+    found = {key: next((one[key] for one in tables if one.get(key) is not None), None) for key in _SPECIAL}
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def _listed(ids: Any) -> Sequence[Any]:
+    return ids if isinstance(ids, list) else [ids]
 
 
 def token_ids(path: Path) -> dict[str, int]:
@@ -126,8 +145,7 @@ def _end(folder: Path, config: Mapping[str, Any], vocabulary: Mapping[str, int])
     named = named.get("content") if isinstance(named, dict) else named
     if isinstance(named, str) and named in vocabulary:
         return named
-    ids = config.get("eos_token_id", (config.get("text_config") or {}).get("eos_token_id"))
-    first = ids[0] if isinstance(ids, list) and ids else ids
+    first, *_ = _listed(special_tokens_in(config).get("eos_token_id")) or [None]
     return next((token for token, number in vocabulary.items() if number == first), None)
 
 

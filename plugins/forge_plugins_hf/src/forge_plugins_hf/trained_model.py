@@ -23,7 +23,7 @@ from forge_core.job import catalog_of, load_job
 from forge_core.registry.catalog import Catalog
 from forge_core.train.parametrization import with_multipliers
 from forge_plugins_hf.layouts import layout_of_model
-from forge_plugins_hf.tokenizer import FILE, token_ids
+from forge_plugins_hf.tokenizer import FILE, special_tokens_in, token_ids
 from forge_plugins_hf.weight_layout import Recipe, WeightLayout
 from forge_plugins_weights.loading import Weights, build_within, folded_weights
 
@@ -46,6 +46,8 @@ class TrainedModel:
     """Tensors that are no parameters, such as the biases by which experts are chosen."""
     origin: str | None
     """The architecture of the model that was downloaded, if that can be found out."""
+    origin_tokens: Mapping[str, Any]
+    """The ids of special tokens that its ``config.json`` had."""
     _keys: Mapping[str, str]
 
     @classmethod
@@ -71,7 +73,7 @@ class TrainedModel:
         state = checkpoint.state()
         own = build_within(checkpoint, job, state["vocab_size"], build)  # refuses what does not fit it
         config = with_multipliers(job, build).config
-        origin = _origin(job, state)
+        origin, tokens = _origin(job, state)
         layout, table = _layout(config, state["vocab_size"], origin, installed, architecture)
         table = layout.with_data(table, job.data.config, token_ids(checkpoint.path / "tokenizer" / FILE))
         keys, recipes = _keys(checkpoint, weights), layout.to_huggingface(config)
@@ -79,7 +81,7 @@ class TrainedModel:
             raise ConfigError(f"{checkpoint.path} has no tensor {missing[0]}, which a conversion needs")
         folded = folded_weights(job, checkpoint, build, installed)
         buffers = frozenset(name for name, _ in own.named_buffers())
-        return cls(checkpoint, job, state, table, layout, recipes, folded, buffers, origin, keys)
+        return cls(checkpoint, job, state, table, layout, recipes, folded, buffers, origin, tokens, keys)
 
     @property
     def shapes(self) -> Mapping[str, torch.Size]:
@@ -137,28 +139,28 @@ def refuse_existing(out: Path) -> None:
         raise ConfigError(f"{out} exists already; choose another --out, or remove it")
 
 
-def _origin(job: Job, state: Mapping[str, Any]) -> str | None:
-    """The architecture of the downloaded model that it was, as far as that can be found out: a folder that a run began
-    with may be gone."""
-    tables: list[tuple[Any, Callable[[Any], Any]]] = [(state, _of_checkpoint)]
+def _origin(job: Job, state: Mapping[str, Any]) -> tuple[str | None, Mapping[str, Any]]:
+    """The architecture of the downloaded model that it was, and its ids of special tokens, as far as these can be found
+    out: a folder that a run began with may be gone."""
+    tables: list[tuple[Any, Callable[[Any], tuple[Any, Any]]]] = [(state, _of_checkpoint)]
     for load in job.checkpoint.loads:
         folder = load.path.expanduser()
         tables += [(folder / "config.json", _of_config), (folder / "state.json", _of_checkpoint)]
-    for table, architecture_in in tables:
+    for table, origin_in in tables:
         try:
-            found = architecture_in(json.loads(table.read_text("utf-8")) if isinstance(table, Path) else table)
-        except (OSError, ValueError, LookupError, TypeError):
+            found, tokens = origin_in(json.loads(table.read_text("utf-8")) if isinstance(table, Path) else table)
+            return str(found), dict(tokens)
+        except (OSError, ValueError, LookupError, TypeError, AttributeError):  # a stranger may have written it
             continue
-        return str(found)
-    return None
+    return None, {}
 
 
-def _of_config(table: Any) -> Any:
-    return table["architectures"][0]
+def _of_config(table: Any) -> tuple[Any, Any]:
+    return table["architectures"][0], special_tokens_in(table)
 
 
-def _of_checkpoint(table: Any) -> Any:
-    return table["converted"]["architecture"]
+def _of_checkpoint(table: Any) -> tuple[Any, Any]:
+    return table["converted"]["architecture"], table["converted"].get("special_tokens", {})
 
 
 def _layout(
