@@ -36,7 +36,7 @@ def last_event(run):
 
 @pytest.mark.usefixtures("forked_runs")
 def test_each_combination_is_a_run_and_the_same_command_leaves_them_as_they_are(study, capfd):
-    grid = ["sweep", str(study), *SWEEP, "--sweep", "train.seed=1,2", "--parallel", "2"]
+    grid = ["sweep", str(study), *SWEEP, "--sweep", "train.seed=1,2", "--parallel", "2", "checkpoint.interval=2"]
     runs = study.parent / "runs"
 
     assert main(grid) == 0
@@ -67,6 +67,13 @@ def test_each_combination_is_a_run_and_the_same_command_leaves_them_as_they_are(
     assert main(grid) == 0
     assert len(before) == 8
     assert {file: file.read_bytes() for file in before} == before
+
+    run = runs / "tiny-lr-1e-2-seed-2"
+    (run / "checkpoints" / "step_00000004" / "__0_0.distcp").write_bytes(b"cut off")
+    assert main(grid) == 0
+    assert main(["checkpoint", "verify", str(run)]) == 0
+    assert last_line(run)["eval/loss"] == losses[run.name]
+    assert {file.parent for file in before if file.read_bytes() != before[file]} == {run, runs / "tiny-sweep"}
 
     capfd.readouterr()
     assert main([*grid, "optimizer.weight_decay=0.5"]) == 2

@@ -119,15 +119,20 @@ def _at_their_ends(study: Study, tasks: Sequence[Task]) -> dict[str, Ended]:
         for task, run, job in zip(tasks, study.runs, study.jobs, strict=True)
         if last_event(run) == ("completed", job.train.steps)
         and not job.checkpoint.mirror
-        and _newest(run) >= job.train.steps
+        and _has_whole_end(run, job.train.steps)
     }
 
 
-def _newest(run: Path) -> int:
-    """The step of a run's newest checkpoint."""
-    from forge_core.checkpoint.store import CheckpointStore  # imports torch
+def _has_whole_end(run: Path, step: int) -> bool:
+    """Return whether a run has its checkpoint of a step, as far as names and sizes of files tell."""
+    from forge_core.checkpoint.manifest import DamagedError, read_manifest, visible_damage  # imports torch
+    from forge_core.checkpoint.store import CheckpointStore
 
-    return max(CheckpointStore(run / "checkpoints").steps(), default=0)
+    folder = CheckpointStore(run / "checkpoints").folder(step)
+    try:
+        return visible_damage(folder, read_manifest(folder).files) is None
+    except DamagedError:
+        return False
 
 
 def share_of_cores(processes: int) -> dict[str, str]:
