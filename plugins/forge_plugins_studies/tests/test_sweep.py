@@ -149,6 +149,8 @@ def test_a_run_stops_when_its_sweep_is_killed(study):
             "optimizer.lr is swept, and each run has a value of its own; leave one of the",
         ),
         ([*SWEEP, "--paralel=2"], "did you mean '--parallel'?"),
+        (["--sweep", "optimizer.lr = 1e-3", "optimizer.lr=1"], "optimizer.lr=1: optimizer.lr is swept, and each run"),
+        ([*SWEEP, f"run.name={'n' * 244}"], "nnn…, with 252 bytes, and at most 250 can be the name of its files"),
         (["--sweep", "run.name=a,b"], "run.name is made for each run of the sweep; set it for all of them"),
         ([*SWEEP, "--parallel", "0"], "0 is not in the range x>=1"),
         ([*SWEEP, "--nproc", "2", "parallel.tp=4"], "parallel"),

@@ -35,8 +35,9 @@ def points_of(sweeps: Sequence[str]) -> list[Point]:
     """
     axes: dict[str, list[str]] = {}
     for text in sweeps:
-        key, equals, values = text.removeprefix("--").partition("=")
-        if not equals or not key.strip() or not all(split := _split(values)):
+        key, equals, values = text.strip().removeprefix("--").partition("=")
+        key = key.strip()
+        if not equals or not key or not all(split := _split(values)):
             raise ConfigError(f"--sweep {text}: expected key=value,value as in --sweep optimizer.lr=1e-3,3e-4")
         if key in ("run.name", "run.dir"):
             raise ConfigError(f"--sweep {text}: {key} is made for each run of the sweep; set it for all of them")

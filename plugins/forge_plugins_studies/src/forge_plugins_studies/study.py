@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
@@ -12,6 +13,8 @@ from forge_core.errors import ConfigError
 from forge_core.job import load_job
 from forge_core.registry.catalog import Catalog
 from forge_plugins_studies.points import Point, points_of
+
+_MOST_BYTES = 250
 
 
 @attrs.frozen(kw_only=True)
@@ -51,7 +54,8 @@ def load_study(
         catalog, world_size, options: as ``load_job`` takes them.
 
     Raises:
-        ConfigError: a sweep is none, one of its keys is among the overrides too, or one of the jobs is wrong.
+        ConfigError: a sweep is none, one of its keys is among the overrides too, one of the jobs is wrong, or its name
+            is too long.
     """
     points, jobs, name = points_of(sweeps), [], ""
     swept = {one.partition("=")[0] for one in points[0].overrides}
@@ -63,5 +67,15 @@ def load_study(
         job = load_job(config, settings, catalog=catalog, world_size=world_size, options=options)
         name = name or str(job.run.name)
         run = attrs.evolve(job.run, name=f"{job.run.name}{point.suffix}")
+        _refuse_too_long(str(run.name))
         jobs.append(attrs.evolve(job, run=run) if point.suffix else job)
     return Study(name=name, points=points, jobs=jobs)
+
+
+def _refuse_too_long(name: str) -> None:
+    """A run's name with an end such as ``.toml`` is the name of a file."""
+    if (n_bytes := len(os.fsencode(name))) > _MOST_BYTES:
+        raise ConfigError(
+            f"run.name: a run would be called {name[:40]}…, with {n_bytes} bytes, and at most {_MOST_BYTES} can be the "
+            "name of its files; shorten it, or values that are swept"
+        )
