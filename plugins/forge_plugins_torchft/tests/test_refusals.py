@@ -7,6 +7,7 @@ import pytest
 
 import fork_server
 from forge_core import __version__
+from forge_core.cli import main
 from forge_plugins_torchft.config import LIGHTHOUSE
 
 
@@ -56,6 +57,19 @@ def test_a_run_without_a_lighthouse_is_told_how_to_get_one(job):
 
     assert code == 2
     assert "start them with forge replicas" in said
+    assert not (job.folder / "runs").exists()
+
+
+@pytest.mark.parametrize("url", ["node0:29510", "http://node0", "http://[::1", "http://node0:99999", "ftp://node0:1"])
+def test_an_address_that_is_none_is_refused_before_a_replica_is_started(job, url, monkeypatch, capsys):
+    monkeypatch.setenv(LIGHTHOUSE, url)
+    key = ["validate", str(job.config), f"callbacks=[{{name='torchft', lighthouse='{url}'}}]"]
+    named = ["replicas", str(job.config), "--replicas", "1", "--lighthouse", url]
+    told = f"must be written as http://host:port, got {url!r}"
+
+    for command in (key, named, ["run", str(job.config)]):
+        assert main(command) == 2
+        assert told in capsys.readouterr().err
     assert not (job.folder / "runs").exists()
 
 

@@ -1,10 +1,15 @@
 """Which replicas are started again, and from where."""
 
+import os
+import signal
+import subprocess
+from types import SimpleNamespace
+
 import attrs
 
 from forge_core.job import dump_job, load_job
 from forge_core.registry.discovery import discover
-from forge_plugins_torchft.replicas import _job_of_replica, _resuming
+from forge_plugins_torchft.replicas import _job_of_replica, _look_after, _Replica, _resuming
 
 
 def test_it_resumes_from_another_replica_also_where_the_job_begins_with_loaded_weights(job):
@@ -32,3 +37,18 @@ def test_one_that_ends_as_invalid_is_named_and_not_started_again(job):
 
     assert code == 2, said
     assert "[replica 0] exit code 2; it is not started again" in said
+
+
+def test_a_replica_that_is_being_started_as_a_signal_comes_is_told_too(tmp_path):
+    """It trained on by itself, without the others, and the command did not end."""
+
+    class Slow(_Replica):
+        def start(self):
+            if self.number == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+            self.process = subprocess.Popen(["sleep", "5"])
+
+    group = [Slow(SimpleNamespace(), number, tmp_path / "job.toml", [], {}) for number in range(3)]
+    _look_after(group, 10, lambda: None)
+
+    assert [one.code for one in group] == [-signal.SIGTERM] * 3

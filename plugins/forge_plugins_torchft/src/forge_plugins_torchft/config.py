@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 import attrs
-from attrs.validators import ge, gt, matches_re, optional
+from attrs.validators import ge, gt, le, optional
+
+from forge_core.errors import ConfigError
 
 if TYPE_CHECKING:
     from forge_core.config.sections import Job
@@ -22,19 +25,29 @@ EXPECTED = "FORGE_REPLICAS_EXPECTED"
 """Environment variable: with how many replicas to begin, set by ``forge replicas`` for the ones that start together."""
 
 
+def _is_address(_: object, attribute: attrs.Attribute[Any], url: str) -> None:
+    try:
+        parts = urlsplit(url)
+        is_one = parts.scheme in ("http", "https") and bool(parts.hostname and parts.port) and parts.path in ("", "/")
+    except ValueError:  # a port that is none
+        is_one = False
+    if not is_one:
+        raise ValueError(f"must be written as http://host:port, got {url!r}")
+
+
 @attrs.frozen(kw_only=True)
 class TorchftConfig:
     """How a replica finds the others and how long it waits for them."""
 
-    lighthouse: str | None = attrs.field(default=None, validator=optional(matches_re(r"https?://[^/\s]+:\d+/?")))
+    lighthouse: str | None = attrs.field(default=None, validator=optional(_is_address))
     """Where replicas report, such as ``"http://node0:29510"``; by default what the environment variable
     ``TORCHFT_LIGHTHOUSE`` says, which ``forge replicas`` sets."""
     min_replicas: int = attrs.field(default=1, validator=ge(1))
     """Below so many, the others wait instead of training on."""
-    timeout: float = attrs.field(default=60.0, validator=gt(0))
+    timeout: float = attrs.field(default=60.0, validator=[gt(0), le(10**9)])
     """Seconds that a replica waits for another one within a step, for its state, and for replicas started with it
     to come. One whose process has died is noticed at once."""
-    join_timeout: float = attrs.field(default=1800.0, validator=gt(0))
+    join_timeout: float = attrs.field(default=1800.0, validator=[gt(0), le(10**9)])
     """Seconds that it waits for a step to begin: for ``min_replicas``, which end it with exit code 5 if they do not
     come, as does a network over which nothing can be added up for so long; and for others that evaluate or save,
     without which it then goes on."""
@@ -57,7 +70,26 @@ class TorchftConfig:
 
     @property
     def lighthouse_url(self) -> str | None:
-        return self.lighthouse or os.environ.get(LIGHTHOUSE) or None
+        """
+        Raises:
+            ConfigError: the environment variable is no address.
+        """
+        return self.lighthouse or reporting_to(self, os.environ.get(LIGHTHOUSE) or None, LIGHTHOUSE).lighthouse
+
+
+def reporting_to(config: TorchftConfig, url: str | None, source: str) -> TorchftConfig:
+    """The same with another lighthouse.
+
+    Args:
+        source: who names it.
+
+    Raises:
+        ConfigError: it is no address.
+    """
+    try:
+        return attrs.evolve(config, lighthouse=url)
+    except ValueError as error:
+        raise ConfigError(f"{source}: {error}") from error
 
 
 _INDEXED = {"huggingface_streaming": "huggingface", "image_text_streaming": "image_text"}

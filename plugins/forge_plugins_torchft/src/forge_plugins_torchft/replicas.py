@@ -25,7 +25,7 @@ from forge_core.contracts.command import options_of
 from forge_core.contracts.component_ref import ComponentRef
 from forge_core.errors import ConfigError, ExitCode
 from forge_core.job import dump_job, load_job
-from forge_plugins_torchft.config import EXPECTED, HOST, LIGHTHOUSE, NAME, TorchftConfig
+from forge_plugins_torchft.config import EXPECTED, HOST, LIGHTHOUSE, NAME, TorchftConfig, reporting_to
 from forge_plugins_torchft.lighthouse import lighthouse
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ _LOOK_EVERY = 0.1
 )
 @click.option(
     "--heartbeat-timeout",
-    type=click.FloatRange(min=0.2),
+    type=click.FloatRange(min=0.2, max=10**9),
     default=5.0,
     show_default=True,
     help="Seconds without a sign of life after which the others go on without a replica.",
@@ -93,7 +93,7 @@ def replicas(
     os.environ["FORGE_DISABLE_PLUGINS"] = ",".join([*obj.disabled, os.environ.get("FORGE_DISABLE_PLUGINS", "")])
     if named is not None and port is not None:
         raise ConfigError("--port is for the lighthouse that is started here, and --lighthouse names another one")
-    url = named or settings.lighthouse
+    url = settings.lighthouse if named is None else reporting_to(settings, named, "--lighthouse").lighthouse
     with tempfile.TemporaryDirectory(prefix="forge-") as folder, ExitStack() as until_complete:
         at = url or until_complete.enter_context(lighthouse(port, settings, heartbeat_timeout))
         environment = {**os.environ, LIGHTHOUSE: at, EXPECTED: str(first + count)}
@@ -152,6 +152,11 @@ class _Replica:
             reader.start()
             self._readers.append(reader)
 
+    def tell(self, number: int) -> None:
+        """Pass a signal on."""
+        if self.process is not None and self.process.poll() is None:
+            self.process.send_signal(number)
+
     def finish(self) -> None:
         """After the process has ended: pass on its last words."""
         for reader in self._readers:
@@ -170,11 +175,12 @@ class _Replica:
 
 def _look_after(group: Sequence[_Replica], max_restarts: int, close_lighthouse: Callable[[], None]) -> ExitCode:
     """Start them, and start those again that die, until the run is complete, is stopped, or none is left."""
-    with _signals_passed_on(group) as signals:
+    with _counted_signals() as signals:
         for one in group:
             one.start()
         while any(one.code is None for one in group):
             time.sleep(_LOOK_EVERY)
+            signals.pass_on(group)
             for one in group:
                 if one.code is not None or one.process is None or one.process.poll() is None:
                     continue
@@ -183,13 +189,13 @@ def _look_after(group: Sequence[_Replica], max_restarts: int, close_lighthouse: 
                     close_lighthouse()  # one that comes now would find no other, and train by itself
                 one.finish()
                 is_complete = any(other.code == ExitCode.COMPLETED for other in group)
-                if code in _FINAL or signals or is_complete or one.restarts == max_restarts:
+                if code in _FINAL or signals.came or is_complete or one.restarts == max_restarts:
                     one.code = code
                     if code == ExitCode.INVALID:
                         one.say(f"{_ended(code)}; it is not started again")
                     elif code not in _FINAL and is_complete:
                         one.say(f"{_ended(code)}; the run is complete without it")
-                    elif code not in _FINAL and not signals:
+                    elif code not in _FINAL and not signals.came:
                         one.say(f"{_ended(code)}; given up after {max_restarts} restarts")
                     continue
                 one.restarts += 1
@@ -208,21 +214,32 @@ def _outcome(codes: Sequence[int | None]) -> ExitCode:
     return ExitCode.LOST_PEER
 
 
+@attrs.define
+class _Signals:
+    """The signals that have come and ask to stop."""
+
+    came: list[int] = attrs.field(factory=list)
+    _passed_on: int = 0
+
+    def pass_on(self, group: Sequence[_Replica]) -> None:
+        """Tell all replicas of the new ones. One that was being started as a signal came hears of it, too."""
+        for number in self.came[self._passed_on :]:
+            self._passed_on += 1
+            for one in group:
+                one.tell(number)
+
+
 @contextmanager
-def _signals_passed_on(group: Sequence[_Replica]) -> Iterator[list[int]]:
-    """Each signal that asks to stop goes to all replicas. Yields the signals that have come."""
-    came: list[int] = []
+def _counted_signals() -> Iterator[_Signals]:
+    signals = _Signals()
 
     def handle(number: int, _: FrameType | None) -> None:
-        came.append(number)
-        for one in group:
-            if one.process is not None and one.process.poll() is None:
-                one.process.send_signal(number)
+        signals.came.append(number)
 
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
     previous = {number: signal.signal(number, handle) for number in numbers}
     try:
-        yield came
+        yield signals
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
