@@ -8,7 +8,7 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 ARCHIVE = "forge_plugins_monitor/pages/text.bz2"
 IN_WHEELS = (
-    *("configuration.md", "running.md", "checkpoints.md", "data.md", "slurm.md"),
+    *("configuration.md", "running.md", "checkpoints.md", "slurm.md"),
     "how-to/find-why-a-run-stopped.md",
 )
 """What one needs beside a job, perhaps where there is no network. All wheels together have 2 MB: of other pages they

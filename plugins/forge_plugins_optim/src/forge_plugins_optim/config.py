@@ -14,11 +14,9 @@ if TYPE_CHECKING:
     from forge_core.config.sections import Job
 
 
-_LEAST, _MOST = 1e-38, 1e30
+_LEAST, _MOST = 1e-38, 10**30
 """Of a number that is added to others in fp32, where a smaller one is 0; of a learning rate, which fp32 still has after
 a factor of at most ``10**6``."""
-_NONE: float = 0
-"""For mypy, which compares the validators of a field."""
 
 MATRIX_ROLES = ("matrix", "expert")
 Role = Literal["matrix", "embedding", "head", "norm", "bias", "expert"]
@@ -70,7 +68,7 @@ def _shrinks(config: MatrixRules, _: attrs.Attribute[float], value: float) -> No
 class MatrixRules:
     """The keys of every optimizer that says which parameters get which learning rate and weight decay."""
 
-    lr: float = attrs.field(validator=[gt(_NONE), le(_MOST)])
+    lr: float = attrs.field(validator=[gt(0), le(_MOST)])
     """Base learning rate, which the schedule multiplies."""
     weight_decay: float = attrs.field(default=0.1, validator=[ge(0), _shrinks])
     """Each step also multiplies a parameter by ``1 − lr · weight_decay``."""
