@@ -57,7 +57,7 @@ def place_of(error: BaseException) -> str:
     """Where it was raised, or what called torch there, or the exit that another package has put in place of ours."""
     from traceback import extract_tb
 
-    others = ("<", *getattr(sys.modules.get("torch"), "__path__", ()))  # generated code, and torch's
+    others = ("<", *(f"{path}/" for path in getattr(sys.modules.get("torch"), "__path__", ())))  # generated or torch's
     frames = extract_tb(error.__traceback__)
     ours = [one for one in frames if not one.filename.startswith(others) and one.name != "exit"] or frames
     return f"{ours[-1].filename}:{ours[-1].lineno}, in {ours[-1].name}"

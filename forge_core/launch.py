@@ -183,7 +183,7 @@ def _run_ranks(
     return _Ended(code, killed_by=max(0, -how), failed_to_stop=was_told and code == ExitCode.UNEXPECTED)
 
 
-def leave_outcome(code: ExitCode) -> None:
+def leave_outcome(code: int) -> None:
     """Called by rank 0 before it ends."""
     path = os.environ.get(OUTCOME_FILE)
     if path and os.environ.get("RANK") == "0":

@@ -80,7 +80,7 @@ def run(
 
 def _run_here(
     obj: Any, cluster: ClusterEnvironment, config: Path, overrides: tuple[str, ...], world_size: int, dry_run: bool
-) -> ExitCode:
+) -> int:
     with frozen_imports():
         import torch._dynamo  # noqa: F401 - torch's optimizers import it, if they are the first to do so
 
@@ -93,7 +93,7 @@ def _run_here(
 
     # torch 2.13 announces new names for collectives that its own FSDP and DTensor still call by the old ones
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
-    code = ExitCode.UNEXPECTED
+    code: int = ExitCode.UNEXPECTED
     try:
         job = load_job(config, overrides, catalog=obj.catalog, world_size=world_size, options=options_of(run))
         if choose_device(job.run.device).type == "cpu":
@@ -107,7 +107,7 @@ def _run_here(
         why = f"the process was told to exit ({error.code}) before the run had ended: {place_of(error)}"
         raise ForgeError(why) from error
     except Exception as error:
-        code = ExitCode(exit_code_of(error))
+        code = exit_code_of(error)
         if isinstance(error, NotJoinedError) and (sentence := cluster.explain(error)):
             error.add_note(sentence)
         if isinstance(error, ConfigProblems) and COMMAND not in os.environ:  # else it is a copy that a launcher made

@@ -26,8 +26,8 @@ class DataSourceConfig:
     Phase: ClassVar[type | None] = None
     """The config class of ``phases.data``, of a ``PositionedSource`` or ``StreamedSource`` whose phases differ. If the
     source has a method ``go_without(left_out)``, it is called with the stretches ``[start, stop)`` of positions that
-    the run goes without, in order: when the run starts, and each time that it goes back. A phase is to begin later by
-    those before it."""
+    the run goes without, in order: when the run starts, and each time that it goes back. The source then adds the
+    length of each stretch to the starts of the phases that it ends before. A source around another one passes it on."""
 
     shuffle: bool = True
     """Visit the samples of each epoch in a pseudo-random order that depends on the seed and the epoch alone."""

@@ -202,15 +202,18 @@ def _refuse_other_phases(job: Job, saved_job: Mapping[str, Any], checkpoint: Che
         was, is_now = (", ".join(f"step {start}" for start, *_ in one) or "none" for one in (before, now))
         raise ConfigError(
             f"phases: {checkpoint.path} is at step {checkpoint.step}, and phases that have begun differ: they began at "
-            f"{was}, and by this job at {is_now}, or say something else, or have data and another "
-            "train.global_batch_size. Change only phases to come, or choose another run.name to start afresh"
+            f"{was}, and by this job at {is_now}, or say something else. Change only phases to come, or choose another "
+            "run.name to start afresh"
         )
+    saved_size, size = saved_train.global_batch_size, job.train.global_batch_size
+    if saved_size != size and any(one.data for one in job.phases):
+        why = f"the data of phases begin at samples counted by it, and {checkpoint.path} was trained with {saved_size}"
+        raise ConfigError(f"train.global_batch_size: {why}, got {size}; choose another run.name to start afresh")
 
 
 def _begun(phases: Sequence[PhaseSection], train: TrainSection, step: int) -> list[tuple[int, object]]:
     """The phases that hold for updates up to that of ``step``: the first step of each, and all that it says."""
-    size = train.global_batch_size  # by which data go
-    found = ((one.first_step(train), (one.lr_scale, one.train, plain(one.data), one.data and size)) for one in phases)
+    found = ((one.first_step(train), (one.lr_scale, one.train, plain(one.data))) for one in phases)
     return [(start, said) for start, said in found if start is not None and start <= step]
 
 

@@ -157,8 +157,7 @@ def prepare(begun: Begun) -> RunSetup:
     job = with_global_batch(job, mesh.dp_size, checkpoint, console.line)
     # what a component refuses on one device and not on another is known now that `auto` is
     check_device(attrs.evolve(job, run=attrs.evolve(job.run, device=cast("Any", device.type))), catalog)
-    at = {"step": checkpoint.step, "position": checkpoint.state()["position"]} if checkpoint else {}
-    source = open_source(job, job.data, "data", "train", build, peers.beat, **at)
+    source = open_source(job, job.data, "data", "train", build, peers.beat)
     begun.directory.refuse_if_unwritable()
     if job.checkpoint.frozen == "once":
         run_on_rank0(lambda: refuse_without_links(begun.store.path))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import attrs
 import numpy as np
@@ -36,14 +36,13 @@ def data_seed(job: Job) -> int:
 
 
 def open_source(
-    job: Job, use: ComponentRef, key: str, split: Split, build: ComponentBuilder, beat: Callable[[], None], **at: int
+    job: Job, use: ComponentRef, key: str, split: Split, build: ComponentBuilder, beat: Callable[[], None]
 ) -> Source:
     """Open a source, and verify its files if it can. All ranks do so together, however long it takes one of them.
 
     Args:
         key: names it in problems, as there may be several.
         beat: called while ranks wait.
-        at: of a run that goes on, the ``step`` that it has reached, and the ``position`` behind it.
 
     Raises:
         ConfigError: it cannot be opened; or it has no end, and ``split`` is not ``"train"``.
@@ -57,7 +56,7 @@ def open_source(
             split=split,
             seed=data_seed(job),
             samples_per_step=job.train.global_batch_size,
-            phases=_data_phases(job, use, **at) if split == "train" else (),
+            phases=_data_phases(job, use) if split == "train" else (),
         )
         found: Source | StreamedSource = run_slowly_on_all_ranks(opened, beat)
         _refuse_incomplete(found, use, build)
@@ -85,15 +84,11 @@ def _refuse_incomplete(source: Any, use: ComponentRef, build: ComponentBuilder) 
             raise PluginError(f"{build.words_for(use)} has no {name}, which it needs. This is a bug in {use.provider}.")
 
 
-def _data_phases(job: Job, use: ComponentRef, step: int = 0, position: int = 0) -> list[tuple[int, Any]]:
-    """Where the phases of the data begin, by positions of the stream, and what they say. Steps may have had another
-    global batch up to ``step``, but not since a phase has begun."""
-    found = []
-    for phase in (one for one in job.phases if one.data):
-        first_step, samples = phase.first_step(job.train), job.train.global_batch_size or 0
-        assert first_step is not None, "the tokens of a step have been resolved"
-        found.append((position + (first_step - 1 - step) * samples, data_phase(use, phase)))
-    return found
+def _data_phases(job: Job, use: ComponentRef) -> list[tuple[int, Any]]:
+    """Where the phases of the data begin, by positions of the stream, and what they say."""
+    samples = cast("int", job.train.global_batch_size)  # resolved by now, and so are steps that are given in tokens
+    phases = [one for one in job.phases if one.data]
+    return [((cast("int", one.first_step(job.train)) - 1) * samples, data_phase(use, one)) for one in phases]
 
 
 @attrs.define(eq=False)

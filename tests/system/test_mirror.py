@@ -389,6 +389,11 @@ def test_fetch_from_a_url_fills_a_directory_that_a_run_of_the_same_job_could_hav
 
     assert CheckpointStore(here / "checkpoints").steps() == [2]
     assert (here / "job.toml").read_text() == (mirrored.path / "job.toml").read_text()
+    assert main(["checkpoint", "fetch", url, "--to", str(here)]) == 0
+    (here / "checkpoints" / "latest").unlink()
+    shutil.rmtree(here / "checkpoints" / "step_00000002")
+    assert main(["checkpoint", "fetch", url, "--to", str(here), "--step", "2"]) == 0
+    assert not (here / "checkpoints" / "latest").exists(), "it names the newest one, or nothing"
 
 
 def test_fetch_names_damage_at_the_mirror_and_takes_the_one_before(mirrored, capsys):
@@ -405,6 +410,32 @@ def test_fetch_names_damage_at_the_mirror_and_takes_the_one_before(mirrored, cap
 
     assert main(["checkpoint", "fetch", str(mirrored.path)]) == 0
     assert mirrored.store.steps() == [2]
+
+
+def test_fetch_mixes_no_runs(mirrored, shared_tiny, tmp_path, capsys):
+    url, steps = mirrored.mirror().url, ("train.steps=4", "checkpoint.interval=2")
+    shared_tiny.completed("run.name=other", *steps)
+    other = shared_tiny.path("other")
+    (tmp_path / "file").touch()
+    refused = {
+        other: f"{other / 'job.toml'} is not the job that",
+        tmp_path / "file": f"cannot write to {tmp_path}/file",
+    }
+    for to, sentence in refused.items():
+        assert main(["checkpoint", "fetch", url, "--to", str(to)]) == 2
+        assert sentence in capsys.readouterr().err
+
+    shutil.copytree(other / "checkpoints" / "step_00000004", mirrored.store.folder(4))
+    assert main(["checkpoint", "fetch", str(mirrored.path)]) == 2
+    assert f"{mirrored.store.folder(4)} is whole, and not what" in capsys.readouterr().err
+
+
+def test_fetch_takes_a_mirror_on_a_path_as_its_url(run, tmp_path, capsys):
+    assert run("train.steps=4", f"checkpoint.mirror={tmp_path / 'near'}") == 0
+
+    assert main(["checkpoint", "fetch", str(tmp_path / "near" / run.path.name), "--to", str(tmp_path / "here")]) == 0
+
+    assert CheckpointStore(tmp_path / "here" / "checkpoints").steps() == [4]
 
 
 def test_fetch_of_a_run_without_a_mirror_says_so(shared_tiny, capsys):

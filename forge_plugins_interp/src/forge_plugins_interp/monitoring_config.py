@@ -34,7 +34,8 @@ class RepresentationsConfig(EvaluationConfig):
     def check(self, job: Job) -> Iterator[tuple[str, str]]:
         """Canonical correlations need more samples than features, of which the residual stream has ``model.dim``."""
         width: int = getattr(job.model.config, "dim", 0)
-        if isinstance(self.metric.config, CcaConfig) and self.samples <= width and "resid" in " ".join(self.sites):
+        is_of_it = any(one.startswith("blocks.") and "resid" in one for one in self.sites)
+        if isinstance(self.metric.config, CcaConfig) and self.samples <= width and is_of_it:
             yield "samples", f"{self.metric.name} needs more than the {width} features of a site, got {self.samples}"
 
 

@@ -122,6 +122,16 @@ def test_a_phase_begins_with_its_step_where_samples_before_it_are_left_out(open_
     assert stream.counts(80) == {"a": np.sum(stream.read(before)["source"] == 0), "b": 50}
 
 
+def test_samples_that_are_left_out_around_the_start_of_a_phase_do_not_come_back(open_mixture):
+    phased = open_mixture({"a": (3, 400), "b": (1, 400)}, phases=[(40, {"a": 0.0})])
+    stream = SampleStream(phased, seed=0, shuffle=False)
+    behind = stream.read(np.arange(46, 82))
+
+    stream = stream.without(40, 42).without(36, 44)  # two of its positions are behind those that were left out before
+
+    np.testing.assert_array_equal(stream.read(np.arange(36, 72))["tokens"], behind["tokens"])
+
+
 def test_batches_have_each_source_s_samples_and_its_number(open_mixture):
     source = open_mixture({"a": (3, 400), "b": (1, 400)})
 

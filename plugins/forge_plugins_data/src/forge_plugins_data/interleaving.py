@@ -108,12 +108,12 @@ class InterleavingInPhases:
             self._before[index + 1] = self._before[index] + self._phases[index].counts(int(length))
 
     def without(self, left_out: Sequence[tuple[int, int]]) -> InterleavingInPhases:
-        """The same for a run that goes without stretches of positions, in their order: a phase begins later by those
-        that begin before it."""
+        """The same for a run that goes without stretches of positions, in their order. A phase begins later by each
+        that ends before it. One that reaches into it does not move it: the run goes without what it has read there."""
         phases = []
         for start, weights in self._given:
             for first, stop in left_out:
-                start += (stop - first) * (first < start)
+                start += (stop - first) * (stop <= start)
             phases.append((start, weights))
         return InterleavingInPhases(phases)
 

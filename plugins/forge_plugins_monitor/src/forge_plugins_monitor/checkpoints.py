@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import click
 
+from forge_core.checkpoint.fsync import flush
 from forge_core.checkpoint.manifest import DamagedError, Manifest, as_size, read_manifest, visible_damage
 from forge_core.commands.json_output import json_option, print_json
 from forge_core.commands.table import aligned, wrapped
@@ -297,27 +298,22 @@ def fetch(obj: Invocation, path: str, step: int | None, to: Path | None, as_json
     It is verified, and `forge generate` can read it, for example. Nothing is fetched while the run trains. The start of
     a run needs no fetch: it asks the mirror itself.
     """
-    from forge_core.checkpoint.store import CheckpointStore
     from forge_core.run.lease import Lease
 
-    if _is_url(path):
-        if to is None:
-            raise ConfigError(f"{path} is the mirror of a run; give --to DIR, a directory for its checkpoint")
-        mirror = _mirror(path, "", CheckpointSection(), obj.catalog())
-        store = CheckpointStore(to / "checkpoints")
-    else:
-        run = _Run(Path(path), may_be_elsewhere=True)
-        if not run.has_mirror:
-            raise ConfigError(f"{run.path / _JOB} has no checkpoint.mirror, from which one could be fetched")
-        mirror = run.mirror(obj.catalog())
-        store = run.store if to is None else CheckpointStore(to / "checkpoints")
-    wanted = _steps_to_fetch(mirror, step)
-    lease = Lease(store.path.parent, lambda line: click.echo(line, err=True))  # no trainer can start, and none runs
+    mirror, own = _source(path, obj.catalog())
+    if (run := to or own) is None:
+        raise ConfigError(f"{path} is the mirror of a run; give --to DIR, a directory for its checkpoint")
+    wanted = _to_fetch(mirror, step)
     try:
-        fetched = _fetch(mirror, wanted, store)
-        _write_job(store.path.parent / _JOB, mirror)
-    finally:
-        lease.give_back()
+        lease = Lease(run, lambda line: click.echo(line, err=True))  # no trainer can start, and none is running
+        try:
+            if to is not None:
+                _take_job(to, mirror)
+            fetched = _fetch(mirror, wanted, run)
+        finally:
+            lease.give_back()
+    except OSError as error:
+        raise ConfigError(f"cannot write to {run}: {error.strerror}") from error
     if as_json:
         print_json(fetched)
     else:
@@ -325,28 +321,54 @@ def fetch(obj: Invocation, path: str, step: int | None, to: Path | None, as_json
         click.echo(printable(f"{fetched.path}: {how}"))
 
 
-def _steps_to_fetch(mirror: CheckpointMirror, step: int | None) -> list[int]:
-    """Steps of the mirror to try, one after the other."""
-    there = [*mirror.available()]
+def _source(path: str, catalog: Catalog) -> tuple[CheckpointMirror, Path | None]:
+    """The mirror to fetch from, and the directory of its run, unless ``path`` is the mirror itself."""
+    run = None if _is_url(path) else _Run(Path(path), may_be_elsewhere=True)
+    if run is None or run.is_mirror:
+        return _mirror(path, "", CheckpointSection(), catalog), None
+    if not run.has_mirror:
+        raise ConfigError(f"{run.path / _JOB} has no checkpoint.mirror, from which one could be fetched")
+    return run.mirror(catalog), run.path
+
+
+def _to_fetch(mirror: CheckpointMirror, step: int | None) -> dict[int, Manifest | DamagedError]:
+    """Checkpoints of the mirror to try, one after the other."""
+    there = mirror.available()
     if not there:
         raise ConfigError(f"{mirror.place} has no checkpoints")
     if step is None:
-        return there[::-1]
+        return dict(sorted(there.items(), reverse=True))
     if step not in there:
         steps = ", ".join(map(str, there))
         raise ConfigError(f"--step: {mirror.place} has no checkpoint of step {step}; there are {steps}")
-    return [step]
+    return {step: there[step]}
 
 
-def _fetch(mirror: CheckpointMirror, steps: Sequence[int], store: CheckpointStore) -> Fetched:
+def _take_job(run: Path, mirror: CheckpointMirror) -> None:
+    """A directory without a job gets that of the run's last start.
+
+    Raises:
+        ConfigError: it has another job.
+    """
+    job, path = mirror.last_job(), run / _JOB
+    if job is not None and not path.exists():
+        path.write_text(job)
+    elif job is not None and path.read_text() != job:
+        raise ConfigError(f"{path} is not the job that {mirror.place} has; give another directory, --to DIR")
+
+
+def _fetch(mirror: CheckpointMirror, wanted: Mapping[int, Manifest | DamagedError], run: Path) -> Fetched:
     """Bring the first of them here that is whole."""
-    from forge_core.checkpoint.store import whole_problem
+    from forge_core.checkpoint.store import CheckpointStore, whole_problem
 
-    for step in steps:
-        was_here = step in store.steps() and whole_problem(store.folder(step)) is None
+    store = CheckpointStore(run / "checkpoints")
+    for step, there in wanted.items():
+        folder = store.folder(step)
+        was_here = folder.exists() and whole_problem(folder) is None
+        if was_here and read_manifest(folder) != there:
+            raise ConfigError(f"{folder} is whole, and not what {mirror.place} has; give another directory, --to DIR")
         damage = None if was_here else _fetch_one(mirror, step, store)
         if damage is None:
-            folder = store.folder(step)
             return Fetched(step=step, path=folder, bytes=read_manifest(folder).n_bytes, was_here=was_here)
         click.echo(printable(f"warning: {mirror.place}: step {step}: {damage}"), err=True)
     raise ConfigError(f"nothing was fetched: what {mirror.place} has is damaged")
@@ -354,22 +376,17 @@ def _fetch(mirror: CheckpointMirror, steps: Sequence[int], store: CheckpointStor
 
 def _fetch_one(mirror: CheckpointMirror, step: int, store: CheckpointStore) -> str | None:
     """Fetch a checkpoint, and commit it. Returns its damage at the mirror, or ``None``."""
-    unfinished = store.unfinished_folder(step, uuid.uuid4().hex[:12])
+    unfinished, final = store.unfinished_folder(step, uuid.uuid4().hex[:12]), store.folder(step)
     try:
         damage = mirror.fetch(step, unfinished)
-        if damage is None:
+        if damage is None and (final.exists() or step > max(store.steps(), default=-1)):
             store.commit(unfinished, step)
-    except OSError as error:
-        raise ConfigError(f"cannot write to {store.path}: {error.strerror}") from error
+        elif damage is None:  # an older one, which `latest` is not to name
+            unfinished.rename(final)
+            flush(store.path)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
     return damage
-
-
-def _write_job(path: Path, mirror: CheckpointMirror) -> None:
-    """A directory that had no job has that of the run's last start now."""
-    if not path.exists() and (job := mirror.last_job()):
-        path.write_text(job)
 
 
 @checkpoint.command()

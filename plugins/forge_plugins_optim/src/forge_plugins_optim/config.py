@@ -14,9 +14,10 @@ if TYPE_CHECKING:
     from forge_core.config.sections import Job
 
 
-_LEAST, _MOST = 1e-38, 10**30
-"""Of a number that is added to others in fp32, where a smaller one is 0; of a learning rate, which fp32 still has after
-a factor of at most ``10**6``."""
+_LEAST = 1e-38
+"""Of a number that is added to others in fp32, where a smaller one is 0."""
+_MOST: Any = 1e30  # mypy finds no type for gt(0) beside a float
+"""Of a learning rate, which fp32 still has after a factor of at most ``10**6``."""
 
 MATRIX_ROLES = ("matrix", "expert")
 Role = Literal["matrix", "embedding", "head", "norm", "bias", "expert"]

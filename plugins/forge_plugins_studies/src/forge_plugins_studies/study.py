@@ -60,7 +60,7 @@ def load_study(
     points, jobs, name = points_of(sweeps), [], ""
     swept = {one.partition("=")[0] for one in points[0].overrides}
     for one in overrides:
-        if (key := one.removeprefix("--").partition("=")[0]) in swept:
+        if (key := one.strip().removeprefix("--").partition("=")[0].strip()) in swept:
             raise ConfigError(f"{one}: {key} is swept, and each run has a value of its own; leave one of the two out")
     for point in points:
         settings = (*overrides, *point.overrides)
