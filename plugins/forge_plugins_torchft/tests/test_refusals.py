@@ -45,6 +45,16 @@ def test_streams_are_refused_at_validation(job, indexed, command, is_mixed):
     assert not (job.folder / "runs").exists()
 
 
+def test_phases_of_the_data_are_refused_at_validation(job):
+    """With two replicas, they began after half of the steps."""
+    mixture = 'data={name="mixture", sources=[{name="own", weight=1, source={name="text_files", path="text"}}]}'
+
+    code, said = job.run("validate", mixture, "phases=[{at=3, data={weights={own=2}}}]")
+
+    assert code == 2
+    assert "callbacks[0]: replicas cannot begin phases of the data with a step" in said
+
+
 def test_a_job_that_does_not_name_the_callback_is_told_what_to_add(job):
     code, said = job.run("replicas", "--replicas", "2", "callbacks=[]")
 

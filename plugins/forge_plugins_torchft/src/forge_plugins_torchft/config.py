@@ -67,6 +67,12 @@ class TorchftConfig:
                 f"{_INDEXED.get(streamed, 'token_files')}"
             )
             yield "", sentence
+        if any(phase.data for phase in job.phases):
+            sentence = (
+                "replicas cannot begin phases of the data with a step: how many samples are read by then depends on "
+                "how many replicas train; leave data out of [[phases]]"
+            )
+            yield "", sentence
 
     @property
     def lighthouse_url(self) -> str | None:
