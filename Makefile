@@ -20,8 +20,8 @@ demo: $(VENV)/installed  ## Train a small model on real text, interrupt it, resu
 	$(BIN)/forge generate runs/demo --prompt "def " --max-new-tokens 400
 
 # Files in their order, and not those with few tests last: some of these take minutes, and would be waited for alone.
-test: $(VENV)/installed-dev  ## The whole suite, in two processes; tests of one file share their launches and stay together.
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --durations=50 --durations-min=1
+test: $(VENV)/installed-dev  ## The whole suite, in three processes, as some of it waits; tests of one file share their launches.
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder --durations=50 --durations-min=1
 
 test-fast: $(VENV)/installed-dev  ## Without the tests that take more than ten seconds each.
 	$(BIN)/python -m pytest -q -m "not slow and not nightly and not torture"
