@@ -118,7 +118,7 @@ def test_a_replica_that_is_killed_costs_no_step_and_no_sample_and_comes_back(job
         assert line["tokens"] == tokens
     alone = [one["step"] + 1 for one in job.events(0, "replicas") if one["count"] == 1]
     back = job.events(1, "taken_over")[-1]["step"] + 1
-    assert 1 < alone[0] < back
+    assert all(1 < step < back for step in alone)  # none if it is back while the other one still waits for it
     stopped = min(len(lines), job.metrics(1)[-1]["step"])  # one may have been a step ahead of the other
     assert training(job.metrics(1))[: stopped - back + 1] == training(lines)[back - 1 : stopped]
 
