@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -43,7 +44,7 @@ def exit_code_of(error: BaseException) -> int:
 
 def path_problem(error: BaseException) -> str:
     """A sentence about a path that the user gave, if ``error`` is that there can be no such path; else nothing."""
-    if isinstance(error, OSError) and "File name too long" in str(error):
+    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
         return f"the path {error.filename!r} cannot be: {error.strerror}"
     if isinstance(error, RuntimeError) and str(error) == "Could not determine home directory.":
         from traceback import walk_tb

@@ -65,7 +65,7 @@ def test_our_wheels_are_small(installed) -> None:
 
 
 def test_the_pages_of_the_documentation_come_with_a_wheel(installed) -> None:
-    assert "# Find why a run stopped\n" in installed.forge("docs", "find-why-a-run-stopped", cwd=installed.folder)
+    assert "# Slurm\n" in installed.forge("docs", "slurm", cwd=installed.folder)
 
 
 def test_every_command_of_ours_comes_with_a_wheel(installed, tmp_path) -> None:

@@ -1,10 +1,7 @@
-"""``forge checkpoint``: which checkpoints a run has, what is in them, whether they are whole; and fetching and removing
-some."""
+"""``forge checkpoint``: which checkpoints a run has, what is in them, whether they are whole; and removing some."""
 
 from __future__ import annotations
 
-import shutil
-import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -13,24 +10,21 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import click
 
-from forge_core.checkpoint.fsync import flush
 from forge_core.checkpoint.manifest import DamagedError, Manifest, as_size, read_manifest, visible_damage
 from forge_core.commands.json_output import json_option, print_json
 from forge_core.commands.table import aligned, wrapped
 from forge_core.config.describe import printable
 from forge_core.config.diff import Difference, differences
-from forge_core.config.problems import ConfigProblems, InvalidError
 from forge_core.config.sections import CheckpointSection, mesh_words
-from forge_core.contracts.checkpoint_mirror import WRITER, CheckpointMirror, MirrorContext
+from forge_core.contracts.checkpoint_mirror import CheckpointMirror
 from forge_core.contracts.command import Invocation
 from forge_core.errors import ConfigError, ExitCode, MirrorError
-from forge_core.job import structure
-from forge_core.registry.catalog import Catalog
+from forge_plugins_monitor.checkpoint_fetch import fetch
+from forge_plugins_monitor.named_run import JOB, NamedRun, is_checkpoint, is_url, mirror_at
 
 if TYPE_CHECKING:
     from forge_core.checkpoint.store import CheckpointStore
 
-_JOB = "job.toml"
 _PATH = click.argument("path", type=click.Path(path_type=Path))
 _PATH_OR_URL = click.argument("path")
 
@@ -119,18 +113,6 @@ class Verified:
 
 
 @attrs.frozen(kw_only=True)
-class Fetched:
-    """A checkpoint of the mirror that is here now."""
-
-    step: int
-    path: Path
-    """Its folder."""
-    bytes: int
-    was_here: bool
-    """It was here before, and whole; nothing was fetched."""
-
-
-@attrs.frozen(kw_only=True)
 class Pruned:
     """What was removed, or with ``--dry-run`` would be."""
 
@@ -149,6 +131,9 @@ def checkpoint() -> None:
     """Look at the checkpoints of a run, fetch one from its mirror, and remove the ones that are not needed."""
 
 
+checkpoint.add_command(fetch)
+
+
 @checkpoint.command("list")
 @_PATH_OR_URL
 @json_option(list[ListedCheckpoint])
@@ -161,15 +146,15 @@ def list_checkpoints(obj: Invocation, path: str, as_json: bool) -> None:
     """
     here: dict[int, Manifest | str] = {}
     folders: dict[int, str] = {}
-    if _is_url(path):
-        mirror: CheckpointMirror | None = _mirror(path, "", CheckpointSection(), obj.catalog())
+    if is_url(path):
+        mirror: CheckpointMirror | None = mirror_at(path, obj.catalog())
         section = CheckpointSection()
     else:
-        run = _Run(Path(path), may_be_elsewhere=True)
+        run = NamedRun(Path(path), may_be_elsewhere=True)
         mirror, section = _mirror_or_warning(run, obj), run.section
         for step in run.store.steps():
             here[step], folders[step] = _look(run.store.folder(step)), str(run.store.folder(step))
-    there = _look_there(mirror, must_answer=_is_url(path)) if mirror else {}
+    there = _look_there(mirror, must_answer=is_url(path)) if mirror else {}
     reasons = _reasons_to_keep(here, section)
     rows = [
         _listed(step, here.get(step, there.get(step)), folders.get(step), reasons.get(step), there.get(step))
@@ -258,7 +243,7 @@ def verify(ctx: click.Context, path: str, with_mirror: bool, as_json: bool) -> N
     if as_json:
         print_json(read)
     if not read:
-        hint = "" if with_mirror or _is_url(path) else _Run(Path(path)).hint
+        hint = "" if with_mirror or is_url(path) else NamedRun(Path(path)).hint
         raise ConfigError(f"{path} has no checkpoints{hint}")
     ctx.exit(ExitCode.INVALID if any(one.damage for one in read) else ExitCode.COMPLETED)
 
@@ -267,14 +252,14 @@ def _problems(path: str, with_mirror: bool, obj: Invocation) -> Iterator[tuple[s
     from forge_core.checkpoint.store import whole_problem
 
     mirror: CheckpointMirror | None = None
-    if _is_url(path):
-        mirror = _mirror(path, "", CheckpointSection(), obj.catalog())
-    elif _is_checkpoint(Path(path)):
+    if is_url(path):
+        mirror = mirror_at(path, obj.catalog())
+    elif is_checkpoint(Path(path)):
         if with_mirror:
             raise ConfigError(f"--mirror: {path} is one checkpoint; give the directory of its run")
         yield str(Path(path).resolve()), whole_problem(Path(path).resolve())
     else:
-        run = _Run(Path(path), may_be_elsewhere=with_mirror)
+        run = NamedRun(Path(path), may_be_elsewhere=with_mirror)
         if with_mirror and not run.has_mirror:
             raise ConfigError(f"--mirror: {run.path / 'job.toml'} has no checkpoint.mirror")
         mirror = run.mirror(obj.catalog()) if with_mirror else None
@@ -287,109 +272,6 @@ def _problems(path: str, with_mirror: bool, obj: Invocation) -> Iterator[tuple[s
 
 
 @checkpoint.command()
-@_PATH_OR_URL
-@click.option("--step", type=click.IntRange(min=0), metavar="N", help="The one of step N, not the newest whole one.")
-@click.option("--to", type=click.Path(path_type=Path), metavar="DIR", help="A directory for it, not the run's own.")
-@json_option(Fetched)
-@click.pass_obj
-def fetch(obj: Invocation, path: str, step: int | None, to: Path | None, as_json: bool) -> None:
-    """Fetch a checkpoint of the run in PATH from its checkpoint.mirror, or of the run in a mirror's URL.
-
-    It is verified, and `forge generate` can read it, for example. Nothing is fetched while the run trains. The start of
-    a run needs no fetch: it asks the mirror itself.
-    """
-    from forge_core.run.lease import Lease
-
-    mirror, own = _source(path, obj.catalog())
-    if (run := to or own) is None:
-        raise ConfigError(f"{path} is the mirror of a run; give --to DIR, a directory for its checkpoint")
-    wanted = _to_fetch(mirror, step)
-    try:
-        lease = Lease(run, lambda line: click.echo(line, err=True))  # no trainer can start, and none is running
-        try:
-            if to is not None:
-                _take_job(to, mirror)
-            fetched = _fetch(mirror, wanted, run)
-        finally:
-            lease.give_back()
-    except OSError as error:
-        raise ConfigError(f"cannot write to {run}: {error.strerror}") from error
-    if as_json:
-        print_json(fetched)
-    else:
-        how = "was here, and whole" if fetched.was_here else f"fetched, {as_size(fetched.bytes)}"
-        click.echo(printable(f"{fetched.path}: {how}"))
-
-
-def _source(path: str, catalog: Catalog) -> tuple[CheckpointMirror, Path | None]:
-    """The mirror to fetch from, and the directory of its run, unless ``path`` is the mirror itself."""
-    run = None if _is_url(path) else _Run(Path(path), may_be_elsewhere=True)
-    if run is None or run.is_mirror:
-        return _mirror(path, "", CheckpointSection(), catalog), None
-    if not run.has_mirror:
-        raise ConfigError(f"{run.path / _JOB} has no checkpoint.mirror, from which one could be fetched")
-    return run.mirror(catalog), run.path
-
-
-def _to_fetch(mirror: CheckpointMirror, step: int | None) -> dict[int, Manifest | DamagedError]:
-    """Checkpoints of the mirror to try, one after the other."""
-    there = mirror.available()
-    if not there:
-        raise ConfigError(f"{mirror.place} has no checkpoints")
-    if step is None:
-        return dict(sorted(there.items(), reverse=True))
-    if step not in there:
-        steps = ", ".join(map(str, there))
-        raise ConfigError(f"--step: {mirror.place} has no checkpoint of step {step}; there are {steps}")
-    return {step: there[step]}
-
-
-def _take_job(run: Path, mirror: CheckpointMirror) -> None:
-    """A directory without a job gets that of the run's last start.
-
-    Raises:
-        ConfigError: it has another job.
-    """
-    job, path = mirror.last_job(), run / _JOB
-    if job is not None and not path.exists():
-        path.write_text(job)
-    elif job is not None and path.read_text() != job:
-        raise ConfigError(f"{path} is not the job that {mirror.place} has; give another directory, --to DIR")
-
-
-def _fetch(mirror: CheckpointMirror, wanted: Mapping[int, Manifest | DamagedError], run: Path) -> Fetched:
-    """Bring the first of them here that is whole."""
-    from forge_core.checkpoint.store import CheckpointStore, whole_problem
-
-    store = CheckpointStore(run / "checkpoints")
-    for step, there in wanted.items():
-        folder = store.folder(step)
-        was_here = folder.exists() and whole_problem(folder) is None
-        if was_here and read_manifest(folder) != there:
-            raise ConfigError(f"{folder} is whole, and not what {mirror.place} has; give another directory, --to DIR")
-        damage = None if was_here else _fetch_one(mirror, step, store)
-        if damage is None:
-            return Fetched(step=step, path=folder, bytes=read_manifest(folder).n_bytes, was_here=was_here)
-        click.echo(printable(f"warning: {mirror.place}: step {step}: {damage}"), err=True)
-    raise ConfigError(f"nothing was fetched: what {mirror.place} has is damaged")
-
-
-def _fetch_one(mirror: CheckpointMirror, step: int, store: CheckpointStore) -> str | None:
-    """Fetch a checkpoint, and commit it. Returns its damage at the mirror, or ``None``."""
-    unfinished, final = store.unfinished_folder(step, uuid.uuid4().hex[:12]), store.folder(step)
-    try:
-        damage = mirror.fetch(step, unfinished)
-        if damage is None and (final.exists() or step > max(store.steps(), default=-1)):
-            store.commit(unfinished, step)
-        elif damage is None:  # an older one, which `latest` is not to name
-            unfinished.rename(final)
-            flush(store.path)
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
-    return damage
-
-
-@checkpoint.command()
 @_PATH
 @click.option("--keep-last", type=click.IntRange(min=1), metavar="N", help="Instead of the run's checkpoint.keep_last.")
 @click.option("--dry-run", is_flag=True, help="Say what would be removed, and remove nothing.")
@@ -399,7 +281,7 @@ def prune(path: Path, keep_last: int | None, dry_run: bool, as_json: bool) -> No
 
     The newest one always stays, and damaged ones are not touched. Nothing is removed while the run trains.
     """
-    run = _Run(path)
+    run = NamedRun(path)
     if run.is_mirror:
         raise ConfigError(f"{path} is the mirror of a run, which prunes it as checkpoint.mirror_keep_last says")
     section = run.section if keep_last is None else attrs.evolve(run.section, keep_last=keep_last)
@@ -442,89 +324,7 @@ def _prune(store: CheckpointStore, section: CheckpointSection, *, dry_run: bool)
     )
 
 
-class _Run:
-    """The run that a path means: its directory, or the folder of its checkpoints.
-
-    Args:
-        may_be_elsewhere: all its checkpoints may be at its mirror.
-    """
-
-    def __init__(self, path: Path, *, may_be_elsewhere: bool = False) -> None:
-        from forge_core.checkpoint.store import CheckpointStore
-
-        if _is_checkpoint(path):
-            raise ConfigError(f"{path} is one checkpoint; give the directory of its run")
-        self.path = path.parent if path.name == "checkpoints" else path
-        self.is_mirror = (self.path / WRITER).exists()
-        self.store = CheckpointStore(self.path / "checkpoints")
-        if not self.store.path.is_dir() and not (may_be_elsewhere and self.has_mirror):
-            missing = "does not exist" if not path.exists() else "is not the directory of a run: it has no checkpoints/"
-            raise ConfigError(f"{path} {missing}{self.hint}")
-
-    @property
-    def section(self) -> CheckpointSection:
-        """The section of the last start of the run; if it is not readable the defaults, by which all are kept."""
-        try:
-            table = {key: value for key, value in self._job().get("checkpoint", {}).items() if key != "mirror"}
-            section = structure(table, CheckpointSection, Catalog([]))
-        except InvalidError as error:
-            raise ConfigError(f"{self.path / _JOB} is not what Forge wrote: {error}") from error
-        return section.at_mirror() if self.is_mirror else section
-
-    @property
-    def hint(self) -> str:
-        """The end of a sentence on checkpoints that are not here."""
-        if not self.has_mirror:
-            return ""
-        return "; forge checkpoint list shows those at its checkpoint.mirror, and forge checkpoint fetch brings one"
-
-    @property
-    def has_mirror(self) -> bool:
-        return "mirror" in self._job().get("checkpoint", {}) and not self.is_mirror
-
-    def mirror(self, catalog: Catalog) -> CheckpointMirror:
-        """Build the mirror of the run, which has one. Nothing is asked of it.
-
-        Raises:
-            ConfigError: its component is not installed, or does not take its keys.
-        """
-        chosen, name = self._job()["checkpoint"]["mirror"], self._job().get("run", {}).get("name", self.path.name)
-        return _mirror(chosen, str(name), self.section, catalog, self.store.path)
-
-    def _job(self) -> Mapping[str, Any]:
-        from forge_core.checkpoint.store import read_job
-
-        if not (self.path / _JOB).exists():
-            return {}
-        try:
-            return read_job(self.path)
-        except DamagedError as error:
-            raise ConfigError(f"{self.path} is not what Forge wrote: {error}") from error
-
-
-def _mirror(
-    chosen: Any, run_name: str, section: CheckpointSection, catalog: Catalog, folder: Path | None = None
-) -> CheckpointMirror:
-    """Build the mirror that ``checkpoint.mirror`` chooses, or that a URL stands for."""
-    from forge_core.config.builder import ComponentBuilder
-
-    try:
-        use = structure({"mirror": chosen}, CheckpointSection, catalog).mirror
-    except InvalidError as error:
-        raise ConfigProblems([problem.under("checkpoint") for problem in error.problems], "the mirror") from error
-    assert use is not None, "it is chosen"
-    context = MirrorContext(
-        run_name=run_name,
-        folder=folder or Path(),
-        section=section,
-        say=lambda line: click.echo(printable(line), err=True),
-        run_on_rank0=lambda work: work(),
-    )
-    mirror: CheckpointMirror = ComponentBuilder(catalog)(use, context=context)
-    return mirror
-
-
-def _mirror_or_warning(run: _Run, obj: Invocation) -> CheckpointMirror | None:
+def _mirror_or_warning(run: NamedRun, obj: Invocation) -> CheckpointMirror | None:
     """Without the mirror's package, what is here is shown all the same."""
     if not run.has_mirror:
         return None
@@ -533,14 +333,6 @@ def _mirror_or_warning(run: _Run, obj: Invocation) -> CheckpointMirror | None:
     except ConfigError as error:
         click.echo(printable(f"warning: {error}"), err=True)
         return None
-
-
-def _is_url(path: str) -> bool:
-    return "://" in path
-
-
-def _is_checkpoint(path: Path) -> bool:
-    return path.resolve().name.startswith("step_") or (path / "manifest.json").exists()
 
 
 def _look(folder: Path) -> Manifest | str:
@@ -594,7 +386,7 @@ def _changed_since(folder: Path) -> list[Difference]:
     from forge_core.checkpoint.store import read_job
 
     run = folder.parent.parent
-    if folder.parent.name != "checkpoints" or not (run / _JOB).is_file():
+    if folder.parent.name != "checkpoints" or not (run / JOB).is_file():
         return []
     try:
         then, now = read_job(folder), read_job(run)
