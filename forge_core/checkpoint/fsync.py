@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -52,12 +52,13 @@ def naming(path: Path) -> Iterator[None]:
         raise
 
 
-def write_durably(path: Path, text: str) -> None:
-    """Write a new file, or replace one in one go. Its name is durable once its folder has been flushed."""
+def write_durably(path: Path, text: str | Iterable[str]) -> None:
+    """Write a new file, or replace one in one go; of a long text, give pieces. Its name is durable once its folder has
+    been flushed."""
     temporary = path.with_name(f".{path.name}.new")
     temporary.unlink(missing_ok=True)  # of a crash; or a link that somebody has put there, which is not followed
     with naming(temporary), temporary.open("x") as file:
-        file.write(text)
+        file.writelines([text] if isinstance(text, str) else text)
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)

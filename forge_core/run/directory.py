@@ -9,7 +9,7 @@ import platform
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -61,9 +61,7 @@ class RunDirectory:
         """
         if len(self.path.name.encode()) > 200:
             raise ConfigError(f"run.name: {len(self.path.name)} characters are too many for a directory's name")
-        folder = self.path
-        while not folder.exists() and folder != folder.parent:
-            folder = folder.parent
+        folder = next(one for one in (self.path, *self.path.parents) if one.exists())
         if not folder.is_dir():
             raise ConfigError(f"run.dir: {self.path} cannot be a directory, because {folder} is a file")
         if not os.access(folder, os.W_OK | os.X_OK):
@@ -108,13 +106,21 @@ class RunDirectory:
             before.close()
         metrics = self.path / "metrics.jsonl"
         if metrics.exists():
-            *lines, torn = metrics.read_bytes().split(b"\n")  # nothing, unless a crash has cut a line short
-            lines += [torn] if _step_of(torn) is not None else []
-            if odd := [line for line in lines if line and _step_of(line) is None]:
-                self._set_aside(metrics, odd)
-            kept = [line.decode() for line in lines if (of := _step_of(line)) is not None and of <= step]
-            write_durably(metrics, "".join(line + "\n" for line in kept))
+            write_durably(metrics, self._until(step, metrics))
         self._files["metrics.jsonl"] = LineFile(metrics)
+
+    def _until(self, step: int, metrics: Path) -> Iterator[str]:
+        """The lines up to ``step``, one at a time: a long run has millions. Others are put aside once all are read, but
+        for a last one that a crash has cut short."""
+        odd = []
+        with metrics.open("rb") as lines:
+            for line in lines:
+                if (of := _step_of(line)) is None:
+                    odd += [line[:-1]] if line.endswith(b"\n") and line != b"\n" else []
+                elif of <= step:
+                    yield line.decode().removesuffix("\n") + "\n"
+        if odd:
+            self._set_aside(metrics, odd)
 
     def _set_aside(self, file: Path, odd: Sequence[bytes]) -> None:
         """Move lines that are none of ours into a file beside, so that people can read them."""
@@ -156,10 +162,8 @@ class RunDirectory:
 
     def events(self) -> list[dict[str, Any]]:
         """The events of all attempts so far, on rank 0."""
-        if not self._writes:
-            return []
         try:
-            lines = (self.path / "events.jsonl").read_text(errors="replace").splitlines()
+            lines = (self.path / "events.jsonl").read_text(errors="replace").splitlines() if self._writes else []
         except OSError:
             return []
         return [event for event in map(_event_of, lines) if event is not None]
@@ -171,8 +175,7 @@ class RunDirectory:
 
     def close(self) -> None:
         files, self._files = self._files, dict.fromkeys(self._files)
-        missing = {name: n for name, file in files.items() if file is not None and (n := file.close())}
-        if missing:
+        if missing := {name: n for name, file in files.items() if file is not None and (n := file.close())}:
             counted = ", ".join(f"{n} of {name}" for name, n in missing.items())
             print(f"lines are missing in {self.path}, which could not be written: {counted}", file=sys.stderr)
 

@@ -68,12 +68,9 @@ class LineFile:
 
 def _cut_off_torn_line(file: int) -> None:
     start = end = os.fstat(file).st_size
-    block = 4096
-    while start > 0:
-        start = max(0, start - block)
-        newline = os.pread(file, min(block, end - start), start).rfind(b"\n")
-        if newline >= 0:
-            if start + newline + 1 < end:
-                os.ftruncate(file, start + newline + 1)
-            return
-    os.ftruncate(file, 0)
+    newline = -1
+    while start > 0 and newline < 0:
+        start = max(0, start - 4096)
+        newline = os.pread(file, 4096, start).rfind(b"\n")
+    if start + newline + 1 < end:
+        os.ftruncate(file, start + newline + 1)

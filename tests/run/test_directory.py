@@ -1,6 +1,7 @@
 """The files of a run, in a folder that others may have had their hands in."""
 
 import os
+import tracemalloc
 from types import SimpleNamespace
 
 import pytest
@@ -29,6 +30,21 @@ def test_lines_of_the_metrics_that_are_none_are_put_aside_and_said_and_the_other
     aside = file.with_name("metrics.jsonl.aside").read_text().splitlines()
     assert aside[:2] == [r'{"st\xff\xfep": 2}', "[3]"]
     assert f"3 of the lines of {file} are no metrics" in capsys.readouterr().err
+
+
+def test_a_long_history_is_gone_through_one_line_at_a_time(directory):
+    file = directory.path / "metrics.jsonl"
+    whole = b"".join(b'{"step": %d, "loss": 1.25, "note": "%s"}\n' % (step, b"." * 1000) for step in range(4000))
+    file.write_bytes(whole + b'{"step": 4000}')
+
+    tracemalloc.start()
+    directory.forget_after(4000)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    directory.close()
+
+    assert file.read_bytes() == whole + b'{"step": 4000}\n'
+    assert peak < len(whole) / 4
 
 
 def test_events_that_a_disk_has_damaged_do_not_hide_the_others(directory):
