@@ -12,7 +12,7 @@ from traceback import FrameSummary
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.utils.serialization import config
 
 from forge_core.checkpoint.fsync import HashedFile, naming
@@ -44,3 +44,11 @@ class NamingFileSystem(FileSystem):
         """Make a folder for all ranks, which exchange their plans before they write into it."""
         if not dist.is_initialized() or dist.get_rank() == 0:
             super().mkdir(path)
+
+
+class TensorWriter(FileSystemWriter):
+    """DCP's writer. What rank 0 has described stays there: torch sends it to all ranks, who need none of it."""
+
+    def finish(self, metadata: Any, results: Any) -> None:
+        super().finish(metadata, results)
+        metadata.state_dict_metadata, metadata.storage_data = {}, {}

@@ -16,11 +16,10 @@ import attrs
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from forge_core.checkpoint.file_system import NamingFileSystem
+from forge_core.checkpoint.file_system import NamingFileSystem, TensorWriter
 from forge_core.checkpoint.frozen_files import FOLDER, FrozenFiles
 from forge_core.checkpoint.fsync import flush, flush_tree, write_durably
 from forge_core.checkpoint.manifest import Manifest, as_size, describe_files, lack_of_room, write_manifest
@@ -280,7 +279,7 @@ class Saver:
         others = {key: tensor for key, tensor in tensors.items() if key not in frozen}
         for place, part in ((folder / FOLDER, frozen), (folder, others)):
             if snapshot.frozen or place == folder:  # as on all ranks, of which some have no part in it
-                writer = FileSystemWriter(place)
+                writer = TensorWriter(place)
                 writer.fs = files
                 save(dict(part), storage_writer=writer, process_group=self._group)
         written = {file.relative_to(folder).as_posix(): entry for file, entry in files.written.items()}
