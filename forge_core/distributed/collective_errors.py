@@ -11,9 +11,12 @@ import torch.distributed as dist
 
 from forge_core import errors
 from forge_core.distributed.dissemination import disseminate
-from forge_core.errors import ExitCode, ForgeError
+from forge_core.errors import ExitCode, ForgeError, and_more
 
 T = TypeVar("T")
+
+_SHOWN = 10
+"""Sentences of ranks that differ."""
 
 
 def run_on_all_ranks(work: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
@@ -157,8 +160,7 @@ def _begun(work: Callable[[], T]) -> Future[T]:
 
 def _class_named(name: str) -> type[ForgeError]:
     """The core's class of errors of that name; of a plugin's, which this rank need not have, the base."""
-    kind: type[ForgeError] = getattr(errors, name, ForgeError)
-    return kind
+    return cast("type[ForgeError]", getattr(errors, name, ForgeError))
 
 
 def _for_others(cause: Exception) -> ForgeError:
@@ -171,9 +173,9 @@ def _for_others(cause: Exception) -> ForgeError:
 
 
 def _joined(said: Sequence[tuple[int, str]]) -> str:
-    """One line where all who say anything say the same."""
-    said = [(rank, message) for rank, message in said if message] or said
-    messages = {message for _, message in said}
-    if len(messages) == 1:
-        return said[0][1]
-    return "\n".join(f"[rank {rank}] {message}" for rank, message in said)
+    """Each sentence once, without ranks where all who say anything say the same; the first ones of thousands."""
+    ranks: dict[str, list[int]] = {}
+    for rank, message in [one for one in said if one[1]] or said:
+        ranks.setdefault(message, []).append(rank)
+    lines = [f"[rank {own[0]}{and_more(len(own), 1)}] {message}" for message, own in ranks.items()]
+    return next(iter(ranks)) if len(ranks) == 1 else "\n".join(lines[:_SHOWN]) + and_more(len(lines), _SHOWN, "\n")
