@@ -318,3 +318,15 @@ def test_recordings_of_other_stimuli_are_refused(store, tmp_path, recorded, caps
     path = write(tmp_path, "npz", recorded, np.char.add("x", IDS))
     assert main(["score", str(store), str(path)]) == 2
     assert "have no stimulus_id in common" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("method", ["rsa", "cka"])
+def test_what_is_the_same_for_all_stimuli_has_neither_a_score_nor_a_p(method):
+    """NaN is above no score of the null, which made p as small as it can be."""
+    recordings = Recordings(IDS, random(40, 1, 6), np.arange(6).astype(str))
+
+    with pytest.warns(UserWarning, match="representation"):
+        found = Comparison(recordings, method, shuffles=9).of(random(1, 8).expand(40, 8))
+
+    assert np.isnan([found.score, found.low, found.high]).all()
+    assert found.p_value is None

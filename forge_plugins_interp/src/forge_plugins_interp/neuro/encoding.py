@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import attrs
@@ -266,14 +267,14 @@ def resamples(n: int, seed: int = 0) -> torch.Tensor:
 
 
 def interval(scores: np.ndarray) -> tuple[float, float]:
-    """The middle 95 % of ``(b,)``."""
-    low, high = np.nanpercentile(scores, [2.5, 97.5])
+    """The middle 95 % of ``(b,)``; NaN where all are."""
+    low, high = _quiet(partial(np.nanpercentile, q=[2.5, 97.5]), scores, 0)
     return float(low), float(high)
 
 
 def p_value(score: float, null: Sequence[float]) -> float | None:
-    """The share of null scores that are as high, the score itself counted; ``None`` without any."""
-    return (1 + sum(one >= score for one in null)) / (1 + len(null)) if len(null) else None
+    """The share of null scores that are as high, the score itself counted; ``None`` without any, or without a score."""
+    return (1 + sum(one >= score for one in null)) / (1 + len(null)) if len(null) and not np.isnan(score) else None
 
 
 def _scores(parts: Sequence[Part], weights: torch.Tensor, ceilings: torch.Tensor | None = None) -> np.ndarray:
