@@ -89,6 +89,14 @@ def test_a_job_that_waits_is_explained(folder, queue, capsys):
     assert capsys.readouterr().out.startswith("runs/demo has not ended: its job waits in the queue, at step 7 of 40.")
 
 
+def test_the_name_of_a_cluster_before_its_jobs_is_no_job(folder, queue, capsys):
+    """squeue prints it where SLURM_CLUSTERS is set."""
+    make_run(folder, "demo", job="7")
+    queue("CLUSTER: big\\n7|PENDING|(Priority)\\n\\nCLUSTER: small\\n")
+
+    assert rows(capsys)["demo"]["state"] == "queued"
+
+
 def test_without_slurm_it_says_that_the_queue_is_not_known(folder, capsys):
     make_run(folder, "demo", job="7")
 

@@ -30,5 +30,6 @@ def queued_jobs(job_ids: Collection[str]) -> dict[str, QueuedJob] | None:
         return None
     if done.returncode:
         return None
-    lines = [line.split("|", 2) for line in done.stdout.splitlines()]
+    # where SLURM_CLUSTERS is set, the cluster's name comes first
+    lines = [line.split("|", 2) for line in done.stdout.splitlines() if line.count("|") > 1]
     return {job: QueuedJob(state, reason) for job, state, reason in lines if job in job_ids}
