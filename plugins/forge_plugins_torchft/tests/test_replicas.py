@@ -129,6 +129,23 @@ def test_a_replica_that_is_killed_costs_no_step_and_no_sample_and_comes_back(job
 
 
 @pytest.mark.nightly
+def test_when_all_are_killed_before_the_first_is_back_they_begin_at_the_newest_checkpoint(job):
+    """The first one back began alone at its own, and overtook what the other one had done since."""
+    run = job.start("replicas", *BOTH, "--heartbeat-timeout", "1", "train.steps=1000000", "checkpoint.interval=5")
+    job.wait_until(lambda: len(job.metrics(1)) > 20, run)
+    job.kill(0)
+    job.wait_until(lambda: len(job.events(1, "saved")) > 2, run)  # alone: it is the first that saves
+    job.kill(1)
+    newest = job.events(1, "saved")[-1]["step"]
+    job.wait_until(lambda: job.events(1, "resumed") and job.metrics(1)[-1]["step"] > newest + 20, run)
+    run.send_signal(signal.SIGTERM)
+    said = job.output(run)
+
+    assert [event["step"] for event in job.events(0, "taken_over")] == [newest], said
+    assert not job.events(1, "taken_over")
+
+
+@pytest.mark.nightly
 def test_a_replica_with_another_job_is_refused_and_the_others_go_on(job):
     with lighthouse(None, TorchftConfig(), 1.0) as url:
         first = job.start_replica(url, 0, "train.steps=100000")

@@ -6,9 +6,11 @@ import subprocess
 from types import SimpleNamespace
 
 import attrs
+import pytest
 
 from forge_core.job import dump_job, load_job
 from forge_core.registry.discovery import discover
+from forge_plugins_torchft.config import EXPECTED
 from forge_plugins_torchft.replicas import _job_of_replica, _look_after, _Replica, _resuming
 
 
@@ -30,6 +32,24 @@ def test_it_resumes_from_another_replica_also_where_the_job_begins_with_loaded_w
     resumed = load_job(again, catalog=discover())
     assert resumed.checkpoint.resume == str(first.run.dir / "replica_0")
     assert attrs.evolve(resumed, checkpoint=second.checkpoint) == second
+
+
+@pytest.mark.parametrize(("at_first", "again"), [("1", "1"), ("2", "2"), ("3", "2")])
+def test_one_that_comes_back_waits_for_another_before_it_begins(job, monkeypatch, at_first, again):
+    """Where all had died, it went on alone from a checkpoint of its own that was older than theirs."""
+    told = []
+
+    def popen(command, *, env, **_):
+        told.append(env[EXPECTED])
+        return SimpleNamespace(stdout=(), stderr=())
+
+    monkeypatch.setattr(subprocess, "Popen", popen)
+    one = _Replica(load_job(job.config, catalog=discover()), 0, job.folder / "0.toml", [], {EXPECTED: at_first})
+    one.start()
+    one.restarts = 1
+    one.start()
+
+    assert told == [at_first, again]
 
 
 def test_one_that_ends_as_invalid_is_named_and_not_started_again(job):

@@ -136,9 +136,11 @@ class _Replica:
         command = [*python, "forge_core", "run", str(self.file), *self.options]
         # a session of its own: what a terminal's Ctrl-C sends must come once, from here
         bound = [*python, "forge_plugins_torchft.with_parent", str(os.getpid()), *command]
+        # one that comes back waits for another, if there are any: it would begin at a checkpoint older than theirs
+        expected = self.environment[EXPECTED] if self.restarts == 0 or self.environment[EXPECTED] == "1" else "2"
         self.process = subprocess.Popen(
             bound,
-            env=self.environment if self.restarts == 0 else {**self.environment, EXPECTED: ""},
+            env={**self.environment, EXPECTED: expected},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
