@@ -24,6 +24,7 @@ from forge_core.errors import ConfigError
 from forge_core.registry.discovery import discover
 from forge_plugins_hf.harness import Harness
 from forge_plugins_hf.harness_config import HarnessConfig
+from forge_plugins_hf.harness_model import ModelInLayout
 from forge_testing.evaluation import EvaluationConformance
 from parity_matrix.launch import JOB, Launcher, Work
 from parity_matrix.selection import by_day_or_night, selected_cells
@@ -233,6 +234,26 @@ def test_several_processes_measure_them_together(trained, expected):
     found = json.loads(done.stdout)
     wanted = {name: value for name, value in expected.items() if "choices" in name or "texts" in name}
     assert {name: found[name] for name in wanted} == pytest.approx(wanted, rel=1e-6, abs=1e-9)
+
+
+def test_an_answer_to_no_text_begins_behind_the_end_of_one(monkeypatch):
+    """It was read off padding."""
+    tokenizer = SimpleNamespace(
+        encode_prompt=lambda text: [*text.encode()], decode=bytes, end=256, prefix=256, end_text=None
+    )
+    layout = SimpleNamespace(tp=1, cp=1, pp=1)
+    job = SimpleNamespace(parallel=layout, train=SimpleNamespace(batch_size=2))
+    context = SimpleNamespace(job=job, world_size=1, log=lambda line: None, sum_over_ranks=lambda sums: sums)
+    asked = []
+    monkeypatch.setattr(
+        "forge_plugins_hf.harness_model.generate_in_layout",
+        lambda context, prompts, **_: asked.extend(prompts) or [[] for _ in prompts],
+    )
+    model = ModelInLayout(context, tokenizer, (), 64)
+
+    model.generate_until([SimpleNamespace(args=(text, {"max_gen_toks": 4})) for text in ("a", "")])
+
+    assert asked == [[97], [256]]
 
 
 def refused(capfd, *options):

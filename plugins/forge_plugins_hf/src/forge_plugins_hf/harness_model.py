@@ -92,7 +92,8 @@ class ModelInLayout(TemplateLM):  # type: ignore[misc]  # the harness has no typ
         for numbers in alike.values():
             settings = normalize_gen_kwargs(requests[numbers[0]].args[1])
             room = self._max_length - settings["max_gen_toks"]
-            whole = {one: self._tokenizer.encode_prompt(requests[one].args[0]) for one in numbers}
+            asked = {one: requests[one].args[0] for one in numbers}
+            whole = {one: self._tokenizer.encode_prompt(text) or [self.prefix_token_id] for one, text in asked.items()}
             self._tell_of_cut(sum(len(prompt) > room for prompt in whole.values()), room)
             prompts = {one: prompt[-room:] for one, prompt in whole.items()}
             for chunk in self._by_length(prompts):
