@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import attrs
 import pytest
 import torch
 from torch import nn
@@ -10,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from forge_core.config.sections import AXES, AnomaliesSection
 from forge_core.contracts.callback import Requests
+from forge_core.contracts.observer import Origin
 from forge_core.data.loader import BatchLoader
 from forge_core.data.stream import SampleStream
 from forge_core.distributed.consensus import Consensus
@@ -32,12 +34,13 @@ class Run:
         self.mesh, self.said, self.events, self.step = mesh, [], [], 0
         self.consensus = Consensus(Requests(), CPU)
         train = SimpleNamespace(precision=keys.pop("precision", "fp32"))
+        examine = keys.pop("examine", lambda start: None)
         self.job, self.device, self.directory = (
             SimpleNamespace(anomalies=AnomaliesSection(**keys), train=train),
             CPU,
             self,
         )
-        self.anomalies = StepGuard(self, saved)
+        self.anomalies = StepGuard(self, saved, examine=examine)
 
     def log(self, line):
         self.said.append(line)
@@ -87,7 +90,8 @@ def test_one_value_that_is_not_finite_is_enough(mesh, where, value):
     assert found["loss"] is (where == "loss")
     assert found["inputs"] == (["pixels"] if where == "pixels" else [])
     assert found["gradients"] == (["second"] if where == "gradient" else [])
-    assert "step 2: " in run.said[0]
+    whose = {"loss": "the loss", "gradient": "the gradient of second", "pixels": "the input pixels"}[where]
+    assert run.said == [f"step 2: {whose} is not finite; its update is left out (samples 4 to 7)"]
 
 
 def test_large_finite_values_of_an_input_are_none(mesh):
@@ -144,6 +148,53 @@ def test_a_spike_does_not_move_the_mean(mesh):
     found = [bool(run.train(gradient=gradient)) for gradient in (50.0, 1.0, 1.0, 100.0, 1.0, 100.0, 30.0, 20.0)]
 
     assert found == [False, False, False, True, False, True, True, False]
+
+
+def test_the_mean_follows_norms_that_have_changed_within_a_few_windows(mesh):
+    run = Run(mesh, spike_factor=100.0, spike_window=2)
+
+    for gradient in (1.0, *[13.0] * 20):  # the other gradients have a square of 3
+        run.train(gradient=gradient)
+
+    mean, seen = run.anomalies.state()["mean_norm"]
+    assert mean == pytest.approx(172**0.5, rel=1e-5)
+    assert seen == 21
+
+
+def test_the_module_at_fault_is_looked_for_once_and_not_where_the_data_of_a_rank_is(mesh, monkeypatch):
+    looked = []
+
+    def examine(start):
+        looked.append(start)
+        return Origin("block", "Block", [0, 1])
+
+    run = Run(mesh, examine=examine)
+    nan = float("nan")
+    monkeypatch.setattr("forge_core.train.step_guard.gather", lambda own: [own, attrs.evolve(own, rank=1, inputs=[])])
+    run.train(loss=nan, pixels=torch.tensor([nan]))
+    run.train(loss=nan)
+    run.train(loss=nan)
+    run.anomalies.sync()
+
+    assert looked == [4]
+    assert [event["origin"] is not None for event in run.events] == [False, True, False]
+
+
+@pytest.mark.parametrize("where", ["loss", "inputs", "gradients"])
+def test_samples_at_fault_are_those_of_ranks_with_a_bad_loss_or_input_and_for_a_gradient_all(mesh, where, monkeypatch):
+    run = Run(mesh)
+
+    def gather(own):
+        good = attrs.evolve(own, loss=False, inputs=[], gradients=[])
+        faults = {"loss": True, "inputs": ["pixels"], "gradients": ["first"]}
+        bad = attrs.evolve(good, rank=1, numbers=[1, 3], **{where: faults[where]})
+        return [attrs.evolve(good, numbers=[0, 2]), bad]
+
+    monkeypatch.setattr("forge_core.train.step_guard.gather", gather)
+    run.train(float("nan"))
+    run.anomalies.sync()
+
+    assert run.events[0]["samples"] == ([[0, 3]] if where == "gradients" else [[1, 1], [3, 3]])
 
 
 def test_judging_does_not_wait_for_the_device(mesh):

@@ -155,6 +155,14 @@ def test_parameters_that_are_not_finite_are_never_saved(sick, capfd):
     assert sick.events().count(("rolled_back", 4)) == 1
 
 
+def test_an_update_that_the_host_leaves_out_stays_out_if_a_callback_asks_for_nothing(sick):
+    sick.describe('what = "gradient"\nsteps = [3]\n[[callbacks]]\nname = "leave_out"\nsteps = []')
+
+    assert sick.run("train.steps=4", 'optimizer={name="plain_adamw", lr=1e-3}') == 0
+
+    assert sick.steps_saved == [2, 4]
+
+
 def test_the_host_does_not_wait_for_the_device_in_steps_that_are_not_logged_also_if_they_are_left_out(
     sick, monkeypatch
 ):

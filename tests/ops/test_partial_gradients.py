@@ -46,13 +46,14 @@ def test_what_modules_name_is_summed_and_nothing_else(norms):
     assert ranks.sent == [(torch.float32, 8)]
 
 
-def test_few_gradients_are_sent_at_a_time(norms, monkeypatch):
-    monkeypatch.setattr(partial_gradients, "_BUCKET", 7)
+@pytest.mark.parametrize(("bucket", "sent"), [(3, [4, 4]), (7, [4, 4]), (8, [8])])
+def test_few_gradients_are_sent_at_a_time(norms, monkeypatch, bucket, sent):
+    monkeypatch.setattr(partial_gradients, "_BUCKET", bucket)
     ranks = ThreeRanks()
 
     PartialGradients.of([norms], ranks, CPU).sum()
 
-    assert ranks.sent == [(torch.float32, 4)] * 2
+    assert ranks.sent == [(torch.float32, n) for n in sent]
     assert (norms["b"].weight.grad == 4.5).all()
 
 
@@ -76,6 +77,11 @@ def test_a_parameter_without_a_gradient_is_left_out(norms):
     PartialGradients.of([norms], ranks, CPU).sum()
 
     assert ranks.sent == [(torch.float32, 4)]
+
+    norms["a"].weight.grad = None
+    PartialGradients.of([norms], ranks, CPU).sum()
+
+    assert ranks.sent == [(torch.float32, 4)], "there was nothing to send"
 
 
 def test_nothing_is_sent_for_a_model_that_names_none():

@@ -9,7 +9,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from forge_core.config.sections import AXES
 from forge_core.distributed.mesh import Mesh, join_process_group
-from forge_core.train.gradients import Gradients, global_norm, squared_norms
+from forge_core.train.gradients import Gradients, all_finite, global_norm, squared_norms
 from forge_core.train.gradients import clip_gradients as clip_by_norm
 
 CPU = torch.device("cpu")
@@ -117,6 +117,21 @@ def test_the_norm_is_where_ranks_talk_wherever_the_gradients_are(mesh, count):
     gradients = [parameter.grad for parameter in _parameters((3,), (5,))[:count]]
 
     assert global_norm(squared_norms(gradients), mesh, torch.device("meta")).device.type == "meta"
+
+
+@pytest.mark.parametrize(
+    ("tensors", "finite"),
+    [
+        ([torch.ones(2), torch.tensor(torch.inf)], False),
+        ([torch.ones(2, dtype=torch.bfloat16), torch.tensor([1.0, -torch.inf])], False),
+        ([torch.empty(0), torch.ones(2), torch.full((2,), 3e38), torch.ones(2, dtype=torch.int64)], True),
+        ([torch.empty(0)], True),
+        ([], True),
+    ],
+    ids=["scalar", "two dtypes", "empty shard and integers", "nothing here", "none"],
+)
+def test_what_is_not_finite_is_found_in_tensors_of_any_size_and_dtype(tensors, finite):
+    assert all_finite(tensors, CPU).item() is finite
 
 
 def test_norms_along_axes_add_up_and_count_copies_in_shares(run_ranks, tmp_path):
