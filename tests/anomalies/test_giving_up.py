@@ -155,6 +155,16 @@ def test_parameters_that_are_not_finite_are_never_saved(sick, capfd):
     assert sick.events().count(("rolled_back", 4)) == 1
 
 
+def test_where_no_step_is_logged_the_host_learns_of_a_row_within_some_steps(sick, monkeypatch):
+    monkeypatch.setattr("forge_core.train.step_guard._SYNC_AFTER", 3)
+    sick.describe('what = "loss"\nsteps = [2, 3]')
+    one_save = ["checkpoint.interval=100", "checkpoint.powers_of_two_from=1", "checkpoint.powers_of_two_until=1"]
+
+    assert sick.run(*one_save, "metrics.interval=100") == 4
+
+    assert ("rolled_back", 4) in sick.events(), "what the save of step 1 waited for is not counted"
+
+
 def test_an_update_that_the_host_leaves_out_stays_out_if_a_callback_asks_for_nothing(sick):
     sick.describe('what = "gradient"\nsteps = [3]\n[[callbacks]]\nname = "leave_out"\nsteps = []')
 

@@ -145,6 +145,52 @@ def test_only_what_comes_from_the_head_is_a_mean_over_targets(weights):
     }
 
 
+@pytest.mark.parametrize(("shared_out", "copies"), [(True, 1), (False, 2)])
+def test_what_the_stream_gives_is_shared_out_or_computed_by_each_rank(weights, shared_out, copies):
+    LEDGER.start_run()
+    if shared_out:
+        LEDGER.share_out_stream()
+    LEDGER.start_step(torch.tensor(1 / 6, dtype=torch.float64), readers=2)
+
+    hidden = torch.randn(6, 4, dtype=torch.float64)
+    _layer(weights, hidden).sum().backward()
+    reported = LEDGER.means()["size"]
+    LEDGER.start_run()
+
+    torch.testing.assert_close(reported, 0.01 * (hidden @ weights.detach()).square().sum() / 6 / copies)
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_a_loss_that_follows_is_weighted_as_what_it_follows_and_reported_also_without_a_gradient(trained):
+    LEDGER.start_step(torch.tensor(1 / 4))
+    total, value = torch.tensor(2.0, requires_grad=True), torch.tensor(3.0, dtype=torch.float64, requires_grad=trained)
+
+    attach_auxiliary_loss(total, value, "size", place="head", follow=True).backward(torch.tensor(5 / 4))
+
+    assert total.grad == 5 / 4
+    assert value.grad == (5 / 4 if trained else None)
+    assert LEDGER.means()["size"].item() == 5 * 3 / 4
+
+
+def test_a_value_without_a_gradient_is_not_reported_by_itself(weights):
+    LEDGER.start_step(torch.tensor(1.0))
+
+    attach_auxiliary_loss(weights, torch.tensor(3.0), "size", place="read").sum().backward()
+
+    assert LEDGER.means() == {}
+
+
+def test_a_loss_that_comes_from_several_places_is_reported_as_their_sum(weights):
+    """One name may be an expert layer's and a head's."""
+    LEDGER.start_step(torch.tensor(1 / 5), token_scale=torch.tensor(1 / 6))
+    value = torch.tensor(3.0, requires_grad=True)
+
+    for place in ("head", "read", "read"):
+        attach_auxiliary_loss(weights, value, "size", place=place).sum().backward()
+
+    torch.testing.assert_close(LEDGER.means(), {"size": torch.tensor(3 / 5 + 3 / 6 + 3 / 6)})
+
+
 @pytest.mark.parametrize("name", ["record_auxiliary_loss", "accumulate"])
 def test_what_is_another_thing_in_each_step_is_kept_out_of_cuda_graphs(name):
     (overload,) = getattr(torch.ops.forge, name).overloads()
