@@ -11,10 +11,12 @@ def _due(until, **keys):
 
 def test_every_so_many_steps():
     assert _due(10, interval=3) == [3, 6, 9]
+    assert _due(4, interval=1) == [1, 2, 3]
 
 
 def test_powers_of_two_from_the_untrained_model_on():
     assert _due(600, powers_of_two_until=512) == [0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
+    assert _due(4, powers_of_two_until=1) == [0, 1]
 
 
 def test_powers_of_two_after_a_later_start():
@@ -44,6 +46,7 @@ def test_the_last_ones_stay():
 
 def test_milestones_stay():
     assert _left(range(10, 110, 10), keep_last=1, keep_every=50) == [50, 100]
+    assert _left([1, 2, 3], keep_last=1, keep_every=1) == [1, 2, 3]
     assert _left([1, 2, 3, 4, 5, 6], keep_last=1, powers_of_two_until=4) == [1, 2, 4, 6]
 
 
