@@ -318,6 +318,16 @@ def test_other_samples_than_asked_for_are_refused(change, sentence):
         next(loader(Wrong(8), batch_size=4))
 
 
+def test_targets_that_are_not_one_for_each_token_are_refused():
+    class Wrong(NumberedSource):
+        def read(self, indices):
+            batch = super().read(indices)
+            return {**batch, "targets": batch["targets"][:, :-1]}
+
+    with pytest.raises(ConfigError, match=r"what came has tokens \(4, 4\) and targets \(4, 3\)"):
+        next(loader(Wrong(8), batch_size=4))
+
+
 def test_fewer_samples_than_one_step_needs_is_an_error():
     with pytest.raises(ConfigError, match=r"have 23 samples, fewer than the 24 of one step \(batch_size 2 × grad_acc"):
         loader(NumberedSource(23), batch_size=2, grad_accumulation=3, dp_size=4)

@@ -75,6 +75,17 @@ def test_a_position_has_the_same_sample_however_and_in_which_order_it_is_asked_f
     assert found == straight.tolist()
 
 
+def test_smaller_samples_of_a_batch_are_filled_up_with_zeros_behind():
+    class Boxes(Letters):
+        def open(self, stream, state):
+            for sample, after in super().open(stream, state):
+                yield {**sample, "boxes": np.ones((2 + stream, 4 - stream))}, after
+
+    boxes = StreamsByPosition(Boxes(2)).read_at(np.arange(2))["boxes"]
+
+    assert boxes.tolist() == [[[1] * 4, [1] * 4, [0] * 4], [[1, 1, 1, 0]] * 3]
+
+
 @pytest.mark.parametrize(("dp_size", "accumulation"), [(1, 6), (2, 3), (3, 2), (6, 1), (4, 3)])
 @pytest.mark.parametrize("workers", [0, 3])
 def test_steps_have_the_same_samples_on_any_number_of_ranks_and_workers(dp_size, accumulation, workers):

@@ -44,6 +44,12 @@ def test_weights_of_targets_are_added_up_in_place_of_their_number():
     assert round(1 / scales.tokens.item(), 4) == 6
 
 
+def test_many_weights_are_added_up_without_rounding():
+    scales = step_scales([batch([1, 2, 3], weights=[2.0**24, 1.0, 1.0])], nn.Module(), ALONE, CPU, Replicas())
+
+    assert scales.n_targets.item() == 2**24 + 2
+
+
 def test_a_step_of_weights_0_divides_by_one():
     assert step_scales([batch([1], weights=[0.0])], nn.Module(), ALONE, CPU, Replicas()).targets.item() == 1
 
