@@ -97,6 +97,16 @@ def test_in_each_phase_sources_have_its_weights_and_go_on_where_they_were():
         assert interleaving.counts(position) == np.bincount(which[:position], minlength=3).tolist()
 
 
+def test_positions_in_any_order_have_the_source_and_the_number_of_each_by_itself():
+    interleaving = InterleavingInPhases([(0, [2.0, 1.0])])
+    far_before_near = np.array([10_000, 5, 10_000 - 4096])
+
+    which, number = interleaving.at(far_before_near)
+
+    alone = [interleaving.at(np.array([position])) for position in far_before_near]
+    assert [*zip(which.tolist(), number.tolist(), strict=True)] == [(w.item(), n.item()) for w, n in alone]
+
+
 def test_a_phase_changes_what_follows_and_nothing_before(open_mixture):
     sources = {"a": (3, 400), "b": (1, 400)}
     plain, phased = open_mixture(sources), open_mixture(sources, phases=[(40, {"a": 0.0})])
