@@ -137,6 +137,7 @@ def test_what_was_known_is_known_after_a_resume(mesh):
     resumed = Run(mesh, run.anomalies.state(), **keys)
 
     assert resumed.anomalies.state() == run.anomalies.state()
+    assert resumed.anomalies.state()["skipped"] == resumed.anomalies.skipped == 2
     assert resumed.train(gradient=30.0) == 1, "a spike, by the mean from before"
     resumed.anomalies.sync()
     assert resumed.anomalies.to_leave_out.first_step == 3
