@@ -23,6 +23,7 @@ from forge_core.checkpoint.file_system import NamingFileSystem, TensorWriter
 from forge_core.checkpoint.frozen_files import FOLDER, FrozenFiles
 from forge_core.checkpoint.fsync import flush, flush_tree, write_durably
 from forge_core.checkpoint.manifest import Manifest, as_size, describe_files, lack_of_room, write_manifest
+from forge_core.checkpoint.save_plan import RememberedPlan
 from forge_core.checkpoint.store import CheckpointStore
 from forge_core.distributed.collective_errors import any_rank, run_on_all_ranks, run_on_rank0
 from forge_core.distributed.timeouts import CHECKPOINT_GROUP
@@ -151,6 +152,7 @@ class Saver:
         self._group = self._new_group()
         self._attempt = run_on_rank0(lambda: uuid.uuid4().hex[:12], self._group)
         self._staging = Staging(device)
+        self._plan = RememberedPlan()
         self._thread: threading.Thread | None = None
         self._is_committed = False
         self._is_group_lost = False
@@ -277,11 +279,12 @@ class Saver:
         files = NamingFileSystem()
         frozen = {key: tensor for key, tensor in tensors.items() if key in snapshot.frozen}
         others = {key: tensor for key, tensor in tensors.items() if key not in frozen}
-        for place, part in ((folder / FOLDER, frozen), (folder, others)):
+        for place, part, plan in ((folder / FOLDER, frozen, RememberedPlan()), (folder, others, self._plan)):
             if snapshot.frozen or place == folder:  # as on all ranks, of which some have no part in it
                 writer = TensorWriter(place)
                 writer.fs = files
-                save(dict(part), storage_writer=writer, process_group=self._group)
+                with plan.of(part, self._group) as planner:
+                    save(dict(part), storage_writer=writer, planner=planner, process_group=self._group)
         written = {file.relative_to(folder).as_posix(): entry for file, entry in files.written.items()}
         return {name: entry for name, entry in written.items() if name.endswith(".distcp")}  # others are not final
 

@@ -54,7 +54,6 @@ class DescribedSource(Protocol):
 
     def entries(self) -> Mapping[str, Entry]:
         """By name; those not in ``KNOWN`` at least."""
-        ...
 
 
 @runtime_checkable
@@ -72,7 +71,6 @@ class MixedSource(NamesSources, Protocol):
 
     def counts(self, position: int) -> Sequence[int]:
         """How many samples of each source stand before ``position``."""
-        ...
 
 
 class BatchLoss(Protocol):
@@ -80,7 +78,6 @@ class BatchLoss(Protocol):
 
     def bind(self, batch: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], Loss]:
         """Return what forward is given of ``batch``, and the loss of this batch. Call it once a forward."""
-        ...
 
 
 class LossOfPositions(Protocol):
@@ -93,7 +90,6 @@ class LossOfPositions(Protocol):
         Args:
             cut: ``(B, S)`` to the positions of the part.
         """
-        ...
 
 
 def bind(loss: Loss | BatchLoss, batch: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], Loss]:

@@ -19,7 +19,6 @@ class Builder(Protocol):
         Raises:
             PluginError: the factory cannot be imported; the message names the distribution whose bug it is.
         """
-        ...
 
     def resolve(self, kind: str, table: str | Mapping[str, Any]) -> ComponentRef:
         """Turn a name or a table with a ``name`` key, found outside the configuration (in a data file's sidecar, in a
@@ -28,4 +27,3 @@ class Builder(Protocol):
         Raises:
             ConfigError: no such component, or its keys are wrong.
         """
-        ...

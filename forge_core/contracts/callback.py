@@ -46,15 +46,12 @@ class RanksByAxis(Protocol):
     @property
     def degrees(self) -> Mapping[str, int]:
         """How many ranks there are along each axis."""
-        ...
 
     def sum_over(self, value: torch.Tensor, axes: tuple[str, ...]) -> torch.Tensor:
         """Sum ``value`` in place over the axes, and return it. All ranks along them call it; size 1 costs nothing."""
-        ...
 
     def gather_over(self, axis: str, value: T) -> list[T]:
         """The values of all ranks along ``axis``, in order, each of which calls it; the host waits."""
-        ...
 
 
 class OneRank:
@@ -207,4 +204,3 @@ class CallbackFactory(Protocol):
 
     def __call__(self, config: Any, /) -> Callback:
         """Build the callback."""
-        ...

@@ -47,7 +47,6 @@ class CheckFunction(Protocol):
 
     def __call__(self, surroundings: CheckContext, /) -> Iterable[Finding]:
         """Look. It runs on one process a host, may take seconds, and leaves nothing behind."""
-        ...
 
 
 class WriteFacts(Protocol):
@@ -55,7 +54,6 @@ class WriteFacts(Protocol):
 
     def __call__(self) -> tuple[str, str]:
         """The name and the text of a file with the facts of this machine, for ``forge doctor --init``."""
-        ...
 
 
 Surroundings = CheckContext

@@ -27,7 +27,6 @@ class RunOnRank0(Protocol):
     def __call__(self, work: Callable[[], T], /) -> T:
         """Call ``work`` on rank 0 while the others wait, however long it takes. All ranks call it together, and all get
         what ``work`` returns or end with what it raises."""
-        ...
 
 
 @attrs.frozen(kw_only=True)
@@ -204,4 +203,3 @@ class MirrorFactory(Protocol):
         Raises:
             MirrorError: there can be no mirror at the configured place.
         """
-        ...

@@ -61,4 +61,3 @@ class ClusterEnvironmentFactory(Protocol):
 
     def __call__(self, config: Any, /) -> ClusterEnvironment:
         """Build it. It is called for every process, on a cluster or not."""
-        ...

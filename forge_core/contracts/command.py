@@ -39,7 +39,6 @@ class Invocation(Protocol):
         Raises:
             ConfigError: the command line disables a distribution that is not there.
         """
-        ...
 
     def ranks(self) -> int:
         """The number of processes that do a command with ``ranks=True``: what a launcher has started, this one among
@@ -48,7 +47,6 @@ class Invocation(Protocol):
         Raises:
             ConfigError: ``--nproc`` is no number that this machine could start, or another one than the launcher's.
         """
-        ...
 
     def start_ranks(self, arguments: Sequence[str] | None = None) -> None:
         """Let ranks do the rest. If ``ranks()`` are several and no launcher has started them, this starts them, each a
@@ -61,7 +59,6 @@ class Invocation(Protocol):
         Raises:
             ConfigError: as ``ranks`` does.
         """
-        ...
 
 
 def options_of(command: click.Command) -> list[str]:

@@ -59,7 +59,6 @@ class DataSource(Protocol):
 
     def __len__(self) -> int:
         """Samples in one epoch, at least 1."""
-        ...
 
     def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:
         """The samples with these indices, stacked.
@@ -72,7 +71,6 @@ class DataSource(Protocol):
             ``tokens[:, s]`` in the same document and −100 where there is none; optionally ``document`` and
             ``positions`` ``(B, S)`` int64 for packed documents, and what else the model's forward takes.
         """
-        ...
 
 
 @runtime_checkable
@@ -105,7 +103,6 @@ class PositionedSource(Protocol):
         Args:
             positions: ``(B,)`` int64 from 0, without an upper limit, repetitions allowed.
         """
-        ...
 
 
 @runtime_checkable
@@ -141,7 +138,6 @@ class StreamedSource(Protocol):
             steps are kept. Where it ends, the stream is opened with ``None`` again; one whose epochs differ goes on by
             itself, and its state says in which it is.
         """
-        ...
 
 
 Source = DataSource | PositionedSource
@@ -158,12 +154,10 @@ class CheckedSource(Protocol):
         Raises:
             ConfigError: a file is damaged, and this was to be known before the first step.
         """
-        ...
 
     def watch(self, report: Callable[[str], None]) -> None:
         """Called once, on rank 0, when the run begins. From then on, ``report`` takes a sentence about each file that
         turns out to be damaged, from any thread; the run says it, adds an event, and goes on."""
-        ...
 
 
 class DataSourceFactory(Protocol):
@@ -199,4 +193,3 @@ class DataSourceFactory(Protocol):
             ConfigError: data missing, empty, damaged or too small, or ``"validation"`` asked of a source that holds
                 nothing out; the sentence says which key to change.
         """
-        ...

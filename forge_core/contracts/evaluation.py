@@ -97,7 +97,6 @@ class EvaluationContext(Protocol):
         Raises:
             PluginError: the loss counts other targets than there are, or does not tell the loss of each position.
         """
-        ...
 
     def batches(self, source: DataSource, *, samples: int = 0) -> Iterator[Mapping[str, torch.Tensor]]:
         """This data-parallel rank's part of the first ``samples`` of a source, or of all of it with 0, in order.
@@ -105,7 +104,6 @@ class EvaluationContext(Protocol):
         Every rank gets equally many batches of ``train.batch_size`` rows, on ``device``. Rows beyond the last sample
         have no targets: all of them are −100.
         """
-        ...
 
     def predict(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
         """The model's output for a batch of this data-parallel rank. All of them call it equally often.
@@ -117,12 +115,10 @@ class EvaluationContext(Protocol):
         Returns:
             Logits ``(B, S, V)`` of whole sequences, in the compute dtype; ``None`` on ranks of earlier pipeline stages.
         """
-        ...
 
     def looks_ahead(self) -> bool:
         """Return whether what the model gives at a position depends on later ones, as with a router by experts' choice.
         All ranks call it."""
-        ...
 
     def sum_over_ranks(self, values: Mapping[str, float | torch.Tensor]) -> dict[str, float]:
         """Sums over the samples of this data-parallel rank to sums over those of all, equal on all ranks.
@@ -130,7 +126,6 @@ class EvaluationContext(Protocol):
         Args:
             values: the same names on all ranks; 0 where ``predict`` gave ``None``.
         """
-        ...
 
 
 class Evaluation(ABC):
@@ -157,7 +152,6 @@ class OpenData(Protocol):
         Raises:
             ConfigError: the data cannot be opened, or have another vocabulary or tokenizer than the training data.
         """
-        ...
 
 
 class EvaluationFactory(Protocol):
@@ -185,4 +179,3 @@ class EvaluationFactory(Protocol):
         Raises:
             ConfigError: what it needs is not there.
         """
-        ...

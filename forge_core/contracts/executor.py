@@ -28,12 +28,10 @@ class Executor(Protocol):
             This rank's summed loss, an fp32 scalar on the device, not scaled; 0 on a rank that computes no loss. The
             engine sums it over all axes but ``tp``.
         """
-        ...
 
     def evaluate(self, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         """This rank's summed loss (fp32) and the number of valid tokens it is over (int64) for one batch, without
         gradients; both 0 on a rank that computes no loss."""
-        ...
 
 
 @runtime_checkable
@@ -43,4 +41,3 @@ class PredictingExecutor(Executor, Protocol):
     def predict(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
         """Logits ``(B, S, V)`` of whole sequences for one batch of this rank, without gradients; ``None`` on a rank of
         an earlier pipeline stage."""
-        ...

@@ -30,7 +30,6 @@ class FeedForward(Protocol):
             hidden: ``(B, S, D)``.
             valid: ``(B, S)`` bool, false at padding, which a sparse layer must neither route nor count; ``None``: all.
         """
-        ...
 
     def init_weights(self, rng: Initializer, prefix: str, residual_std: float, std: float) -> None:
         """Fill every parameter and buffer; ``prefix`` is the qualified name of this module with a final dot.
@@ -39,19 +38,15 @@ class FeedForward(Protocol):
             residual_std: for projections that write into the residual stream.
             std: for all other matrices.
         """
-        ...
 
     def parallel_plan(self) -> Mapping[str, ShardRole]:
         """Same as ``Model.parallel_plan``, names relative to this module; ``""`` for the module itself."""
-        ...
 
     def parameter_roles(self) -> Mapping[str, ParameterRole]:
         """Same as ``Model.parameter_roles``, names relative to this module."""
-        ...
 
     def active_parameters(self) -> int:
         """Weights multiplied for one token (all of them in a dense layer; the chosen experts' in a sparse one)."""
-        ...
 
 
 class FeedForwardFactory(Protocol):
@@ -62,4 +57,3 @@ class FeedForwardFactory(Protocol):
 
         Blocks that predict further tokens (``MultiTokenModel``) go on counting, from ``n_layers``.
         """
-        ...

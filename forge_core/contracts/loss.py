@@ -54,7 +54,6 @@ class HeadInParts(Protocol):
 
     def vocabulary_part(self, hidden: torch.Tensor) -> VocabularyPart:
         """This rank's part, for the final hidden states ``(B, S, D)``. Call it once a forward."""
-        ...
 
 
 class Loss(Protocol):
@@ -85,7 +84,6 @@ class Loss(Protocol):
                 does without them all takes ``head.vocabulary_part`` instead. ``head.weight`` is a ``DTensor`` then.
             targets: ``(B, S)`` int64, already shifted: ``targets[b, s]`` is what position ``s`` should predict.
         """
-        ...
 
 
 def apply_loss(
@@ -102,4 +100,3 @@ class LossFactory(Protocol):
     def __call__(self, config: Any, /, *, build: Builder) -> Loss:
         """Build the loss. ``build`` is for the loss that it stands around, if its config has one; a factory may leave
         the keyword out."""
-        ...

@@ -90,7 +90,6 @@ class Initializer(Protocol):
             tensor: the parameter or buffer to write, possibly a ``DTensor``.
             fill: given a plain tensor of the global shape and of ``tensor``'s dtype, and a generator on its device.
         """
-        ...
 
     def fill_each(
         self, name: str, tensor: torch.Tensor, fill: Callable[[torch.Tensor, torch.Generator], object]
@@ -103,7 +102,6 @@ class Initializer(Protocol):
         Args:
             fill: given one of the stack.
         """
-        ...
 
 
 class StackedExperts(Protocol):
@@ -114,7 +112,6 @@ class StackedExperts(Protocol):
         """The dimension of each parameter along which it has the experts' hidden features. Given equal parts of all of
         them, the module gives a part of its sum. What it does not name is whole on each rank, and counts there for that
         part: the gradient is the sum over ranks."""
-        ...
 
 
 class Float8Experts(StackedExperts, Protocol):
@@ -132,7 +129,6 @@ class Float8Experts(StackedExperts, Protocol):
         Raises:
             ConfigError: it cannot; the message says why.
         """
-        ...
 
 
 class Model(Protocol):
@@ -185,29 +181,23 @@ class Model(Protocol):
             With ``loss``, its ``LossSum``. Without, the logits ``(B, S, V)``, or hidden states ``(B, S, D)`` on a stage
             without a head.
         """
-        ...
 
     def init_weights(self, rng: Initializer) -> None:
         """Fill every parameter and every buffer through ``rng``. The engine refuses a model that forgets one."""
-        ...
 
     def parallel_plan(self) -> Mapping[str, ShardRole]:
         """Name patterns of modules (``*`` stands for one name component) to how each is cut over ``tp``."""
-        ...
 
     def recompute_plan(self) -> Mapping[str, Recompute]:
         """Operations (``"aten.mm"``, ``"aten._scaled_dot_product_flash_attention"``) to whether selective activation
         checkpointing keeps their result or computes it again. Operations not named are recomputed."""
-        ...
 
     def parameter_roles(self) -> Mapping[str, ParameterRole]:
         """The role of every parameter, by qualified name; names present on this stage only."""
-        ...
 
     def flops_per_token(self, seq_len: int) -> float:
         """Forward and backward FLOPs a token: 6 a weight that is multiplied (the embedding table is not), and
         ``12 · layers · D · S`` for attention, without halving for causality (PaLM, appendix B)."""
-        ...
 
 
 class GenerativeModel(Model, Protocol):
@@ -220,7 +210,6 @@ class GenerativeModel(Model, Protocol):
         may be fed in chunks of any length, and rows of a batch may be left-padded: ``positions`` is then given, and is
         −1 at padding, which nothing attends to.
         """
-        ...
 
 
 class ContextParallelModel(Model, Protocol):
@@ -243,7 +232,6 @@ class ContextParallelModel(Model, Protocol):
         A pass may as well leave ``k`` and ``v`` and give no ``mask``. These modules then have to call
         ``torch.nn.functional.scaled_dot_product_attention`` with ``is_causal``, which the pass takes for itself.
         """
-        ...
 
 
 class TowerModel(Model, Protocol):
@@ -257,7 +245,6 @@ class TowerModel(Model, Protocol):
         Each is called with hidden states as its first positional argument, and gives hidden states. None of them is in
         another one, or in a block. A pass may put another module in its place, which has the same name.
         """
-        ...
 
     def stage_of(self) -> Mapping[str, Literal["first", "last"]]:
         """Attributes of the model that are parts of it beside ``embed``, ``blocks``, ``norm`` and ``head``, and have
@@ -265,7 +252,6 @@ class TowerModel(Model, Protocol):
 
         Like the others, such a part is ``None`` on a stage that does not hold it.
         """
-        ...
 
     def flops_of(self, unit: str) -> float:
         """Forward and backward FLOPs a token of ``embed``, of a block (``blocks.3``), or of a part in ``stage_of``, by
@@ -273,14 +259,12 @@ class TowerModel(Model, Protocol):
 
         Without it all blocks count the same, and what ``flops_per_token`` has beside the head is theirs.
         """
-        ...
 
     def flops_beside(self, batch: Mapping[str, torch.Tensor]) -> float:
         """Forward and backward FLOPs of a batch beyond ``flops_per_token`` for each of its tokens, padding included,
         such as those of the images that it really has; less than 0 if it has fewer than were counted. The metric
         ``mfu`` counts with it. Asked of the first part of each rank, with its batches in the host's memory.
         """
-        ...
 
 
 class AliasedModel(Model, Protocol):
@@ -293,7 +277,6 @@ class AliasedModel(Model, Protocol):
         for: in ``[[phases]]``, and in the groups of an optimizer. It is asked of the whole model, with what passes have
         added. Groups may overlap; one that means no parameter of this model is as if it were not there.
         """
-        ...
 
 
 class FreezableModel(Model, Protocol):
@@ -310,7 +293,6 @@ class FreezableModel(Model, Protocol):
         Args:
             names: of parameters of the whole model, on any pipeline stage.
         """
-        ...
 
 
 class TravellingModel(Model, Protocol):
@@ -338,7 +320,6 @@ class TravellingModel(Model, Protocol):
         Returns:
             By name, the shape on this rank, and a floating dtype, or ``None`` for that of hidden states.
         """
-        ...
 
 
 class MultiTokenModel(Model, Protocol):
@@ -351,7 +332,6 @@ class MultiTokenModel(Model, Protocol):
     def count_targets(self, batch: Mapping[str, torch.Tensor]) -> Mapping[str, int]:
         """Tokens of a batch in the host's memory that auxiliary losses are means over, by their names; losses without a
         number of their own are divided by that of valid targets. The names are the same for all batches."""
-        ...
 
 
 class ModelConfig(Protocol):
@@ -389,7 +369,6 @@ class ModelConfig(Protocol):
 
         Kinds that are known before the build; of a model with ``n_experts = 0``, all.
         """
-        ...
 
 
 class ModelFactory(Protocol):
@@ -404,7 +383,6 @@ class ModelFactory(Protocol):
             vocab_size: rows of the embedding table and of the head.
             build: builds nested components.
         """
-        ...
 
 
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")

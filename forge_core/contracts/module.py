@@ -19,7 +19,6 @@ class StepModule(Protocol):
 
     def accumulators(self) -> Mapping[str, torch.Tensor]:
         """Non-persistent buffers that ``forward`` adds to. The engine zeroes them after each step."""
-        ...
 
     def before_optimizer_step(self, reduced: Mapping[str, torch.Tensor], progress: float) -> None:
         """Update buffers from the accumulators, summed over all ranks and microbatches.
@@ -32,7 +31,6 @@ class StepModule(Protocol):
         Args:
             progress: the step over the run's last one, in (0, 1].
         """
-        ...
 
 
 @runtime_checkable
@@ -47,7 +45,6 @@ class ReportsMetrics(Protocol):
         which is a ``DTensor`` here if it is cut over ranks, is made whole. With a pipeline, a module has to report at
         the first logged step what it ever will.
         """
-        ...
 
 
 @runtime_checkable
@@ -57,4 +54,3 @@ class LooksAhead(Protocol):
     @property
     def looks_ahead(self) -> bool:
         """A position's output depends on later positions, in the mode (training or evaluation) that is set."""
-        ...

@@ -53,7 +53,6 @@ class ObservableModule(Protocol):
 
     def sites(self) -> Mapping[str, Site]:
         """By name, relative to this module; of a model, those of its parts on this pipeline stage."""
-        ...
 
 
 @attrs.frozen
@@ -100,4 +99,3 @@ class LaidOutPass(ParallelPass, Protocol):
             By canonical names. The empty name stands for all modules, in addition to what they have by their own.
             A module that is not named has whole values on each rank, but for that.
         """
-        ...

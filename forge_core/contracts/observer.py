@@ -101,4 +101,3 @@ class ObserverFactory(Protocol):
         Args:
             catalog: what is installed.
         """
-        ...

@@ -87,7 +87,6 @@ class OptimizerFactory(Protocol):
         Raises:
             ConfigError: a parameter-group pattern matches nothing, and the like.
         """
-        ...
 
 
 @runtime_checkable
@@ -111,7 +110,6 @@ class HasEvaluationWeights(Protocol):
             same placements, or a plain tensor. The engine reads them at once, and converts them to the parameters'
             dtypes.
         """
-        ...
 
 
 @runtime_checkable
@@ -138,4 +136,3 @@ class StateLayout(Protocol):
             A tensor of this shape and dtype, a ``DTensor`` if it is sharded; or ``None``: laid out as the parameter if
             it has its shape, otherwise whole on every rank.
         """
-        ...

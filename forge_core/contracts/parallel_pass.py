@@ -59,7 +59,6 @@ class ParallelPass(Protocol):
         Raises:
             ConfigError: what the job asks for cannot be done to this model.
         """
-        ...
 
 
 @attrs.frozen
@@ -85,7 +84,6 @@ class AddingPass(ParallelPass, Protocol):
         Raises:
             ConfigError: what the job asks for cannot be done to this model.
         """
-        ...
 
     def folded(self, names: Collection[str]) -> Mapping[str, Folded]:
         """Tell how a checkpoint is used without the pass: by ``forge generate``, and by a conversion.
@@ -96,7 +94,6 @@ class AddingPass(ParallelPass, Protocol):
         Returns:
             The weights that the pass changes, by name; others stay as they are.
         """
-        ...
 
 
 class OffloadingPass(ParallelPass, Protocol):
@@ -130,7 +127,6 @@ class TravellingPass(ParallelPass, Protocol):
         Tensors of the model have no values. The process group is a simulated one, and ``LOCAL_WORLD_SIZE`` in the
         environment says how many ranks a node has.
         """
-        ...
 
 
 class SplitPass(Protocol):
@@ -150,11 +146,9 @@ class SplitPass(Protocol):
         Raises:
             ConfigError: the model cannot be cut so.
         """
-        ...
 
     def executor(self, parts: Sequence[nn.Module], loss: Loss, context: PassContext) -> Executor:
         """Build the executor of the parts, for after all passes and initialisation."""
-        ...
 
 
 class PassFactory(Protocol):
@@ -162,4 +156,3 @@ class PassFactory(Protocol):
 
     def __call__(self, config: Any, /) -> ParallelPass | SplitPass:
         """Build the pass."""
-        ...

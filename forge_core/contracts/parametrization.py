@@ -120,4 +120,3 @@ class ParametrizationFactory(Protocol):
             config: one with ``base`` is told about that model (``ParametrizationConfig``); without, the base is the
                 model itself.
         """
-        ...

@@ -113,4 +113,3 @@ class PhasePlanFactory(Protocol):
         Raises:
             ConfigError: what a phase says does not fit the model.
         """
-        ...

@@ -67,11 +67,9 @@ class Router(Protocol):
             valid: ``(T,)`` bool; tokens where it is false are neither routed nor counted. ``None``: all are valid, and
                 a router with ``top_k`` then assigns no token to none.
         """
-        ...
 
     def init_weights(self, rng: Initializer, prefix: str, std: float) -> None:
         """Fill every parameter and buffer; ``prefix`` is the qualified name of this module with a final dot."""
-        ...
 
 
 class RouterConfig(Protocol):
@@ -80,7 +78,6 @@ class RouterConfig(Protocol):
     def contradictions(self, n_experts: int) -> Iterator[tuple[str, str]]:
         """Problems with so many experts: a key of the config, and a sentence about it. The layer asks at
         validation, so that it is told with file and line."""
-        ...
 
 
 class RouterFactory(Protocol):
@@ -88,7 +85,6 @@ class RouterFactory(Protocol):
 
     def __call__(self, config: Any, /, *, dim: int, n_experts: int) -> nn.Module:
         """Build a router for hidden states of width ``dim`` over ``n_experts`` experts."""
-        ...
 
 
 StepContributor, MeasuredModule = StepModule, ReportsMetrics

@@ -11,7 +11,6 @@ class Schedule(Protocol):
     def __call__(self, step: int, /) -> float:
         """The learning rate's multiplier for the update that completes step ``step``, which counts from 1 to
         ``total_steps``. Finite and not negative; defined for later steps too."""
-        ...
 
 
 class ScheduleFactory(Protocol):
@@ -27,4 +26,3 @@ class ScheduleFactory(Protocol):
         Raises:
             ConfigError: for a contradiction with ``total_steps``, such as a longer warm-up.
         """
-        ...

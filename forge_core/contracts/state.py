@@ -35,7 +35,6 @@ class VersionedModule(Protocol):
         Raises:
             Exception: it cannot be read. The run is refused, with the versions of then and now.
         """
-        ...
 
 
 class VersionedOptimizer(Protocol):
@@ -54,4 +53,3 @@ class VersionedOptimizer(Protocol):
         Raises:
             Exception: it cannot. The run is refused, with the versions of then and now.
         """
-        ...

@@ -61,4 +61,3 @@ class SupervisorFactory(Protocol):
             run: has the time limits ``step_timeout`` and ``first_step_timeout``, in seconds.
             run_directory: of the run. It may not be there yet.
         """
-        ...

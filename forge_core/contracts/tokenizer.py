@@ -22,16 +22,13 @@ class Tokenizer(Protocol):
 
     def encode(self, text: str) -> np.ndarray:
         """Ids of ``text`` ``(N,)`` int64, nothing added at either end."""
-        ...
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ``ids``; malformed UTF-8 becomes U+FFFD, ``end_of_document`` becomes nothing."""
-        ...
 
     def save(self, directory: Path) -> Mapping[str, Any]:
         """Write what is needed to build this tokenizer again into ``directory`` (which exists), and return the TOML
         table that does so, with ``name`` and with paths relative to ``directory``."""
-        ...
 
 
 class TokenizerFactory(Protocol):
@@ -43,4 +40,3 @@ class TokenizerFactory(Protocol):
         Raises:
             ConfigError: a file is missing or not a tokenizer.
         """
-        ...

@@ -44,4 +44,3 @@ class TrackerFactory(Protocol):
     def __call__(self, config: Any, /, *, run_name: str, run_dir: Path, job: Mapping[str, Any]) -> Tracker:
         """Build the tracker; ``job`` is the resolved configuration as plain data, to be recorded. A service that must
         know at once whether a run is new is best called in the first ``log``."""
-        ...

@@ -56,4 +56,3 @@ class WarmStartFactory(Protocol):
         Args:
             say: prints a line on rank 0.
         """
-        ...

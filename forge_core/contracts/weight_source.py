@@ -19,7 +19,6 @@ class SourceWeights(Protocol):
 
     def shapes(self) -> Mapping[str, Sequence[int]]:
         """The whole shape of each."""
-        ...
 
     def read(self, name: str, part: Sequence[slice]) -> torch.Tensor:
         """A part of one, on the CPU and in the dtype of the file. Each rank asks for its own parts.
@@ -30,7 +29,6 @@ class SourceWeights(Protocol):
         Raises:
             ConfigError: the file cannot be read.
         """
-        ...
 
 
 class WeightSource(ABC):
@@ -59,4 +57,3 @@ class WeightSourceFactory(Protocol):
 
     def __call__(self, config: Any, /) -> WeightSource:
         """Build the source."""
-        ...
