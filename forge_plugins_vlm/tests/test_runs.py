@@ -248,6 +248,17 @@ def test_layers_of_the_encoder_with_several_images_a_sample_are_not_extracted(
     assert not (tmp_path / "acts").exists()
 
 
+def test_attention_to_images_is_not_extracted_of_batches_with_more_and_fewer_of_them(folder, tmp_path):
+    keys = ['model.fusion={name="cross_attention", layers=[1]}', "data.one_token_an_image=true", "train.steps=1"]
+    assert main(["run", str(folder / "job.toml"), "run.name=looking", "train.batch_size=2", *keys]) == 0
+    site = "blocks.1.looking.attn_pattern"
+    with interp.open(folder / "runs" / "looking") as session:
+        source = TwoImages(session.open_data([f"data.path={folder}/shapes/held_out.json"]))
+        request = Request(out=tmp_path / "acts", sites=[site], reduction=Reduction())
+        with pytest.raises(ConfigError, match=rf"{site}: .* head, image_token are 4 × 16 in the first .* 4 × 32 in an"):
+            extract(session, source, request, print)
+
+
 @pytest.mark.parametrize("ranks", [[], ["--nproc", "2", "parallel.pp=2"]], ids=["one process", "pp2"])
 def test_a_late_sample_with_several_images_is_told_before_the_model_runs(folder, tmp_path, ranks):
     conversations = json.loads((folder / "shapes" / "held_out.json").read_text())

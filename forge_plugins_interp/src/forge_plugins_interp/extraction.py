@@ -83,6 +83,8 @@ class _Extraction:
         self.chosen: list[PlacedSite] = session.sites.chosen(request.sites)
         self.values: dict[str, torch.Tensor] = {}
         """Rows of the batch that runs, on ranks that write."""
+        self.sizes: dict[str, torch.Size] = {}
+        """Of rows of the first batch."""
         self.components: dict[str, PrincipalComponents] = {}
         """Of the sites of this rank, if rows are projected on them."""
         self.moments: dict[str, Moments] | None = None
@@ -133,6 +135,14 @@ class _Extraction:
         rows, lack = reduction.cast(reduction.rows(placed.site, kept, is_kept, self.session.seed, components))
         if lack:
             raise ConfigError(f"--dtype float16: site {placed.name} has {lack}; take bfloat16 or float32")
+        own, first = rows.shape[1:], self.sizes.setdefault(placed.name, rows.shape[1:])
+        if own != first:
+            _, *dims = reduction.dims(placed.site)
+            raise ConfigError(
+                f"site {placed.name}: a store has rows of one size, and those of {', '.join(dims)} are {_by(first)} in "
+                f"the first batch and {_by(own)} in another, as its samples have more or fewer images; leave the site "
+                "out, or read it with run.observe"
+            )
         self.values[placed.name] = begin_copy(rows)
 
     def _forward(self, numbers: np.ndarray, n_kept: int) -> torch.Tensor:
@@ -298,6 +308,10 @@ class _Extraction:
         if box[1] is not None:
             raise ConfigError(box[1])
         return box[0]
+
+
+def _by(sizes: Sequence[int]) -> str:
+    return " × ".join(map(str, sizes))
 
 
 def _shards(number: int) -> str:
