@@ -129,6 +129,12 @@ def test_samples_follow_the_distribution_that_was_asked_for(settings, expected):
     torch.testing.assert_close(frequencies(**settings), torch.tensor(expected).float(), atol=0.01, rtol=0)
 
 
+@pytest.mark.parametrize("top_k", [1, 3])
+def test_no_more_tokens_are_sampled_from_than_asked_for_where_several_are_equally_likely(top_k):
+    drawn = sample(torch.zeros(1000, 8), top_k=top_k, generator=torch.Generator().manual_seed(0))
+    assert len(set(drawn.tolist())) == top_k
+
+
 class Float64Refused(TorchDispatchMode):
     """Every tensor may be on MPS, which has no float64."""
 

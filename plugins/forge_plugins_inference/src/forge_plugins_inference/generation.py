@@ -137,8 +137,8 @@ def sample(
     wide = torch.float32 if logits.device.type == "mps" else torch.float64
     logits = (logits.to(wide) - logits.max(-1, keepdim=True).values) / max(temperature, torch.finfo(wide).tiny)
     if 0 < top_k < logits.shape[-1]:
-        least = logits.topk(top_k, dim=-1).values[:, -1:]
-        logits = logits.masked_fill(logits < least, -torch.inf)
+        likeliest, which = logits.topk(top_k, dim=-1)  # no more of them where several are equal, as in bf16
+        logits = torch.full_like(logits, -torch.inf).scatter_(-1, which, likeliest)
     if top_p < 1.0:
         ordered, order = logits.sort(dim=-1, descending=True)
         probability = ordered.softmax(-1)
