@@ -124,6 +124,16 @@ def test_the_null_of_sets_that_are_fitted_together_is_that_of_each(monkeypatch):
     assert together.score == pytest.approx(one_by_one.score)
 
 
+def test_scores_that_take_long_say_how_far_they_are(stories, monkeypatch, capsys):
+    monkeypatch.setattr("forge_plugins_interp.neuro.encoding._SECONDS", 0.0)
+
+    assert main(["score", *map(str, stories), "--splits", "2", "--null", "1", "--sites", "blocks.0.*"]) == 0
+
+    said = capsys.readouterr().err.splitlines()
+    assert [line.partition(";")[0] for line in said] == [f"{number} of 4 maps" for number in (1, 2, 3, 4)]
+    assert said[-1].endswith("about 0.0 min left")
+
+
 def test_delays_do_not_go_across_groups():
     x, groups = torch.arange(1.0, 7)[:, None].double(), np.array(["a", "b", "a", "a", "b", "b"])
 

@@ -141,6 +141,10 @@ def score(
     save_results(out, rows, lambda: layers_figure(rows, method), as_json=as_json)
 
 
+def _say(line: str) -> None:
+    click.echo(line, err=True)
+
+
 def _tell(rows: Sequence[Row], lines: Sequence[str], as_json: bool) -> None:
     if as_json:
         print_json([Scored(**row) for row in rows])
@@ -213,6 +217,7 @@ def _banded(
         groups=brain.groups,
         shuffles=shuffles,
         widths=widths,
+        log=_say,
     )
     assert found.of_bands is not None, "it was asked for"
     parts = found.of_bands.nanmean(1).tolist()
@@ -297,6 +302,7 @@ def _encoded(
         if reverse:
             x, repetitions = repetitions.mean(1), x[:, None]
         regression = Ridge() if method == "ridge" else PLS(components=components)
-        return encode(x, repetitions, regression, splits=Splits(number=splits), groups=brain.groups, shuffles=shuffles)
+        how: Any = {"splits": Splits(number=splits), "groups": brain.groups, "shuffles": shuffles, "log": _say}
+        return encode(x, repetitions, regression, **how)
 
     return measure

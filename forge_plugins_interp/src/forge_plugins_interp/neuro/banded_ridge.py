@@ -82,40 +82,48 @@ class BandedRidge:
         """Weights ``(p, q)`` of centred features."""
         sizes, shares = torch.tensor(widths), self.shares().to(x)
         alphas = torch.tensor(self.alphas, dtype=x.dtype, device=x.device)
+        recordings = [(y[train] - y[train].mean(0), y[held] - y[train].mean(0)) for train, held in folds]
         least = torch.full((y.shape[1],), torch.inf, dtype=x.dtype, device=x.device)
         draw, alpha = (torch.zeros(y.shape[1], dtype=torch.int64, device=x.device) for _ in range(2))
         for number, gamma in enumerate(shares):
             scaled = x * gamma.sqrt().repeat_interleave(sizes)
-            error, best = torch.stack([self._errors(scaled, y, fold) for fold in folds]).mean(0).min(0)
+            each = [self._errors(scaled, fold, *own) for fold, own in zip(folds, recordings, strict=True)]
+            error, best = torch.stack(each).mean(0).min(0)
             is_better = error < least
             least = torch.where(is_better, error, least)
             draw, alpha = torch.where(is_better, number, draw), torch.where(is_better, best, alpha)
         weights = x.new_zeros(x.shape[1], y.shape[1])
         for number in set(draw.tolist()):
             scale, chosen = shares[number].sqrt().repeat_interleave(sizes), (draw == number).nonzero()[:, 0]
-            squares, basis, project = _decomposed(x * scale)
-            fitted = project((y - y.mean(0))[:, chosen]) / (squares[:, None] + alphas[alpha[chosen]])
+            squares, basis, projection = _decomposed(x * scale)
+            fitted = projection @ (y - y.mean(0))[:, chosen] / (squares[:, None] + alphas[alpha[chosen]])
             weights[:, chosen] = scale[:, None] * (basis @ fitted)
         return weights
 
-    def _errors(self, x: torch.Tensor, y: torch.Tensor, fold: Fold) -> torch.Tensor:
-        """The mean squared error on what is held out, ``(alphas, q)``."""
+    def _errors(self, x: torch.Tensor, fold: Fold, known: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+        """The mean squared error on what is held out, ``(alphas, q)``.
+
+        Args:
+            known, expected: recordings that are fitted, and that are held out, without the mean of the former.
+        """
         train, held = fold
-        x_mean, y_mean = x[train].mean(0), y[train].mean(0)
-        squares, basis, project = _decomposed(x[train] - x_mean)
-        projected, seen, expected = project(y[train] - y_mean), (x[held] - x_mean) @ basis, y[held] - y_mean
-        fitted = (projected / (squares[:, None] + alpha) for alpha in self.alphas)
-        return torch.stack([(expected - seen @ one).square().mean(0) for one in fitted])
+        x_mean = x[train].mean(0)
+        squares, basis, projection = _decomposed(x[train] - x_mean)
+        seen = (x[held] - x_mean) @ basis
+        seen = torch.cat([seen / (squares + alpha) for alpha in self.alphas])
+        # far more recordings than stimuli are multiplied once, by one small matrix for all alphas
+        found: torch.Tensor = torch.linalg.multi_dot([seen, projection, known])
+        return found.view(len(self.alphas), *expected.shape).sub_(expected).square_().mean(1)
 
 
-def _decomposed(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:
-    """λ, B and P, by which weights are ``B (P(y) / (λ + α))``: the primal of ridge for few features, else the dual. The
+def _decomposed(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """λ, B and P, by which weights are ``B (P y / (λ + α))``: the primal of ridge for few features, else the dual. The
     eigenvalues of the smaller product of features take a fraction of the time of singular values."""
     if x.shape[1] <= len(x):
         squares, basis = torch.linalg.eigh(x.T @ x)
-        return squares.clamp(min=0), basis, lambda y: basis.T @ (x.T @ y)
+        return squares.clamp(min=0), basis, basis.T @ x.T
     squares, directions = torch.linalg.eigh(x @ x.T)
-    return squares.clamp(min=0), x.T @ directions, lambda y: directions.T @ y
+    return squares.clamp(min=0), x.T @ directions, directions.T
 
 
 def _rotated(band: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -5,6 +5,7 @@ Shapes: n = stimuli, p = features, q = neuroids, r = repetitions.
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -27,6 +28,8 @@ _AT_ONCE = 50
 """Bootstrap samples in memory, as neuroids may be all voxels of a brain."""
 _TARGETS = 10_000
 """Fitted at once, as there are weights of each in memory."""
+_SECONDS = 10.0
+"""Between two lines that say how far it is."""
 Value = TypeVar("Value", float, torch.Tensor)
 Part = tuple[torch.Tensor, torch.Tensor, np.ndarray]
 """Of a split: recordings that are held out, what is predicted of them, and the numbers of these stimuli."""
@@ -102,6 +105,7 @@ def encode(
     groups: np.ndarray | None = None,
     shuffles: int = 0,
     widths: Sequence[int] = (),
+    log: Callable[[str], None] = lambda _: None,
 ) -> EncodingScore:
     """The encoding score of features for recordings.
 
@@ -111,6 +115,7 @@ def encode(
         groups: ``(n,)``, which are not split.
         shuffles: how many times stimuli are shuffled for the null distribution.
         widths: features of each band, where their parts of the score are wanted.
+        log: is told how far it is, if it takes long.
 
     Raises:
         ConfigError: too few stimuli, other numbers of them, a value that is not finite, or no neuroid that varies in
@@ -121,11 +126,13 @@ def encode(
     rng = np.random.default_rng(splits.seed + 1)
     orders = [torch.arange(len(y)), *(torch.from_numpy(rng.permutation(len(y))) for _ in range(shuffles))]
     parts: list[list[Part]] = [[] for _ in orders]
+    progress = _Progress(splits.number * len(orders), log)
     of_bands: list[torch.Tensor] = []
     for train, test in splits.of(len(x), groups):
         fit = regression.of(x[train], None if groups is None else groups[train])
         maps = _fitted(fit, [y[order[train]] for order in orders], together=regression.per_target)
         for part, order, found in zip(parts, orders, maps, strict=True):
+            progress.one_more()
             part.append((y[order[test]], found(x[test]), test))
             if widths and order is orders[0]:
                 of_bands.append(split_correlations(y[test], found.parts(x[test], widths)))
@@ -166,6 +173,22 @@ def _fitted(
     at_once = max(1, _TARGETS // size) if together else 1
     for start in range(0, len(targets), at_once):
         yield from fit(torch.cat(list(targets[start : start + at_once]), 1)).split(size)
+
+
+class _Progress:
+    """Tells ``log`` now and then how many maps there are, of so many."""
+
+    def __init__(self, total: int, log: Callable[[str], None]) -> None:
+        self._total, self._log, self._done = total, log, 0
+        self._began = self._said = time.monotonic()
+
+    def one_more(self) -> None:
+        """There is one more."""
+        self._done += 1
+        if (now := time.monotonic()) - self._said > _SECONDS:
+            self._said = now
+            left = (now - self._began) * (self._total / self._done - 1)
+            self._log(f"{self._done:,} of {self._total:,} maps; about {left / 60:.1f} min left")
 
 
 def correlations(y: torch.Tensor, predicted: torch.Tensor, weights: torch.Tensor | None = None) -> torch.Tensor:
