@@ -108,6 +108,7 @@ PATH = [*PATCH, "--answers", "a,b", "--from", "blocks.0.mlp_out", "--to"]
         ([*PATCH, "--answers", "a"], "logit_diff needs two different answers"),
         ([*PATCH, "--answers", "a", "--sites", "blocks.9.attn_out"], "'blocks.9.attn_out': the model has none"),
         (["patch", "--clean", "ab", "--corrupt", "ab", "--answers", "a,b"], "nothing can be brought back"),
+        (["patch", "--clean", "ab", "--corrupt", "ab"], "likeliest, and logit_diff is of two tokens; give two with a"),
         (
             [*PATCH, "--answers", "a,b", "--by", "hed"],
             "--by hed: site blocks.0.resid_post",

@@ -248,6 +248,22 @@ def test_layers_of_the_encoder_with_several_images_a_sample_are_not_extracted(
     assert not (tmp_path / "acts").exists()
 
 
+def test_a_path_freezes_the_layers_of_each_modality(folder, capsys):
+    keys = ["run.name=mixture", "model.fusion.name=mixture_of_transformers", "train.steps=1"]
+    assert main(["run", str(folder / "job.toml"), *keys]) == 0
+    patch = ["patch", str(folder / "runs" / "mixture"), "--clean", "a red circle", "--corrupt", "a blue circle"]
+    patch += ["--answers", "red,blue", "--from", "blocks.0.text.attn_out", "--to", "blocks.1.text.mlp_in", "--json"]
+    capsys.readouterr()
+
+    effects = []
+    for frozen in ([], ["--freeze", "blocks.*.text.attn_out,blocks.*.text.mlp_out"], ["--freeze", ""]):
+        assert main([*patch, *frozen]) == 0
+        (place,) = json.loads(capsys.readouterr().out)["places"]
+        effects.append(place["effect"])
+
+    assert effects[0] == effects[1] != effects[2]
+
+
 def test_attention_to_images_is_not_extracted_of_batches_with_more_and_fewer_of_them(folder, tmp_path):
     keys = ['model.fusion={name="cross_attention", layers=[1]}', "data.one_token_an_image=true", "train.steps=1"]
     assert main(["run", str(folder / "job.toml"), "run.name=looking", "train.batch_size=2", *keys]) == 0

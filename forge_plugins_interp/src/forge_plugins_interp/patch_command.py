@@ -100,7 +100,7 @@ def patch(
     from forge_core.commands.table import aligned
     from forge_plugins_interp.figures.patching import patching_figure
     from forge_plugins_interp.patching.metric import metric_named
-    from forge_plugins_interp.patching.paths import LAYERS, path_sweep
+    from forge_plugins_interp.patching.paths import path_sweep
     from forge_plugins_interp.patching.prompts import Prompts, refuse_pipeline
     from forge_plugins_interp.patching.sweep import sweep
     from forge_plugins_interp.prompt import encoded, texts
@@ -114,7 +114,7 @@ def patch(
         pair = [torch.tensor([one]) for one in tokens]
         with torch.no_grad():
             logits = [session.model(one) for one in pair]
-        chosen = _answers(session, answers, logits)
+        chosen = _answers(session, answers, logits, metric)
         measure = metric_named(metric, logits[0], chosen)  # type: ignore[arg-type]  # a pipeline was refused
         prompts = Prompts(pair[0], pair[1], measure)
         how: Any = method or METHODS[0]
@@ -123,7 +123,7 @@ def patch(
             rows = sweep(session, prompts, listed(patterns or SITES), by=dims, method=how)
         else:
             columns, across = ["to", *dims], [*dims, "to"]
-            frozen = LAYERS if freeze is None else listed(freeze)
+            frozen = None if freeze is None else listed(freeze)
             rows = path_sweep(session, prompts, listed(senders), listed(receivers), frozen=frozen, by=dims)
         words, shown = texts(session, tokens[0]), texts(session, chosen)
         is_first = session.context.mesh.rank == 0
@@ -169,13 +169,20 @@ def _told(row: Row, dims: Sequence[str]) -> PatchedPlace:
     return PatchedPlace(site=row["site"], to=row.get("to"), at=at, value=row["value"], effect=row["effect"])
 
 
-def _answers(session: Session, texts: str | None, logits: list[torch.Tensor | None]) -> list[int]:
+def _answers(session: Session, given: str | None, logits: list[torch.Tensor | None], metric: str) -> list[int]:
     """Tokens that are given, or the likeliest next tokens of both prompts."""
-    from forge_plugins_interp.prompt import one_token
+    from forge_plugins_interp.prompt import one_token, texts
 
-    if texts is not None:
-        return [one_token(session, "--answers", text) for text in texts.split(",")]
-    return [int(one[0, -1].argmax()) for one in logits if one is not None]
+    if given is not None:
+        return [one_token(session, "--answers", text) for text in given.split(",")]
+    found = [int(one[0, -1].argmax()) for one in logits if one is not None]
+    if metric == "logit_diff" and len(set(found)) == 1:
+        (text,) = texts(session, found[:1])
+        raise ConfigError(
+            f"--answers: both prompts make {text!r} likeliest, and logit_diff is of two tokens; give two with a comma, "
+            "or another --metric"
+        )
+    return found
 
 
 def _place(dim: str, place: Any, words: list[str]) -> str:

@@ -18,7 +18,7 @@ from forge_plugins_interp.sites import PlacedSite
 from forge_plugins_interp.tidy_table import Row
 
 LAYERS = ("blocks.*.attn_out", "blocks.*.mlp_out")
-"""Frozen by default, so that nothing but the residual stream leads from a site to a later one."""
+"""The outputs of a block's layers, as most models name them."""
 
 
 def path_sweep(
@@ -27,7 +27,7 @@ def path_sweep(
     senders: Sequence[str],
     receivers: Sequence[str],
     *,
-    frozen: Sequence[str] = LAYERS,
+    frozen: Sequence[str] | None = None,
     by: Sequence[str] = (),
 ) -> list[Row]:
     """How much of the clean prompt's answer each path from a sender to a receiver brings back: 0 for nothing, 1 for
@@ -40,7 +40,8 @@ def path_sweep(
         session: on one process, or on ranks without a pipeline.
         senders: names or patterns of the sites at which paths begin.
         receivers: those at which paths end. Each pair of which the receiver is computed later is a path.
-        frozen: the sites by which a sender could act otherwise. The receiver is not frozen, nor is a layer that
+        frozen: the sites by which a sender could act otherwise; by default the outputs of all layers, so that nothing
+            but the residual stream leads from a site to a later one. The receiver is not frozen, nor is a layer that
             the sender is the input or a part of.
         by: dimensions of the senders of which each index is a place of its own, such as ``("position", "head")``.
 
@@ -53,6 +54,7 @@ def path_sweep(
             nothing that the metric sees.
     """
     refuse_pipeline(session)
+    frozen = _outputs_of_layers(session) if frozen is None else frozen
     begins, ends, layers = (session.sites.chosen(names) for names in (senders, receivers, frozen))
     if [one.name for one in begins] == [one.name for one in ends] and len(begins) == 1:
         raise ConfigError(f"--to {ends[0].name}: is the site that the path comes from; a path needs two")
@@ -85,6 +87,12 @@ def path_sweep(
                 path = {"site": sender.name, "to": receiver.name}
                 rows.append({**path, **at, "value": value, "effect": span.effect(value)})
     return rows
+
+
+def _outputs_of_layers(session: Session) -> Sequence[str]:
+    """With those of each modality, as ``blocks.0.text.mlp_out``, and of further layers of a block."""
+    names = (name for name in session.sites.here if name.startswith("blocks."))
+    return [name for name in names if name.endswith((".attn_out", ".mlp_out"))] or LAYERS
 
 
 def _pairs(
