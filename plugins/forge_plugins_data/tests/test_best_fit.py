@@ -142,6 +142,15 @@ def test_an_id_that_comes_while_it_is_read_is_named_with_its_position():
         source.read(np.array([0]))
 
 
+def test_a_target_behind_a_cut_is_named_with_its_position():
+    tokens = np.array([1, 2, 3, 4, 5, END], dtype=np.uint16)
+    source = PackedDocuments([find_documents(tokens, END, "a.bin")], facts(4), end_of_document=END)
+    tokens[4] = 900
+
+    with pytest.raises(ConfigError, match=r"a\.bin: token 4 \(from 0\) has the id 900"):
+        source.read(np.array([0]))
+
+
 def test_documents_without_an_end_are_apart_too():
     files = [find_documents(np.full(5, i, dtype=np.uint16), END) for i in (1, 2, 3)]
     source = PackedDocuments(files, facts(16), end_of_document=END)

@@ -279,6 +279,26 @@ def test_a_head_that_does_more_is_applied_as_it_is(outer) -> None:
     torch.testing.assert_close(gradient, wanted, rtol=1e-4, atol=1e-5)
 
 
+@each_outer
+def test_penalties_of_a_head_that_does_more_are_in_fp32(outer) -> None:
+    class Capped(nn.Linear):
+        def forward(self, hidden):
+            return 3 * torch.tanh(super().forward(hidden) / 3)
+
+    hidden, linear, targets = batch(torch.bfloat16)
+    head = Capped(D, V, dtype=torch.bfloat16)
+    head.load_state_dict(linear.state_dict())
+    LEDGER.start_step(torch.ones(()))
+
+    torch.autograd.grad(OUTER[outer](CrossEntropy())(hidden, head, targets).total, hidden)
+
+    logits = head(hidden).detach().double().flatten(0, 1)
+    exact = nn.Linear(V, V, bias=False, dtype=torch.float64)
+    nn.init.eye_(exact.weight)
+    _, added, _ = expected(outer, logits.unflatten(0, (B, S)), exact, targets)
+    assert {name: value.item() for name, value in LEDGER.means().items()} == pytest.approx(added, rel=1e-5)
+
+
 def test_a_part_of_a_weighted_loss_has_its_weight() -> None:
     """As a predictor of further tokens, whose loss is weighted, and divided by another number of targets."""
     hidden, head, targets = batch()
