@@ -222,12 +222,14 @@ def _problem(folder: Path, state_class: type[ModelState], job_class: type[ModelJ
     try:
         state = _structured(read_state(folder), state_class, STATE)
         _structured(read_job(folder), job_class, JOB)
-        manifest = read_manifest(folder)
+        manifest, outside = read_manifest(folder), leads_outside(state.tokenizer)
     except DamagedError as error:
         return str(error)
+    except RecursionError:
+        return f"{STATE} nests too deep"
     if state.step != manifest.step:
         return f"{STATE}: step: it is of step {state.step}, the checkpoint of step {manifest.step}"
-    if (outside := leads_outside(state.tokenizer)) is not None:
+    if outside is not None:
         return f"{STATE}: tokenizer: {outside!r} leads outside of the checkpoint"
     return None
 

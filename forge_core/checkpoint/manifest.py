@@ -107,21 +107,18 @@ def parse_manifest(text: bytes) -> Manifest:
     """Read a manifest. Raises as ``read_manifest`` does."""
     try:
         body = json.loads(text)
-    except (ValueError, RecursionError) as error:
+        is_as_written, found = body.pop("sha256", None) == _own_digest(body), body.pop("format")
+    except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
         raise DamagedError(f"{FILE_NAME} is not a manifest") from error
-    if not isinstance(body, dict) or "format" not in body:
-        raise DamagedError(f"{FILE_NAME} is not a manifest")
-    is_as_written = body.pop("sha256", None) == _own_digest(body)
-    if body["format"] != FORMAT:
-        newer = is_as_written and isinstance(body["format"], int) and body["format"] > FORMAT  # no flipped bit
+    if found != FORMAT:
+        newer = is_as_written and isinstance(found, int) and found > FORMAT  # no flipped bit
         kind = NewerFormatError if newer else DamagedError
-        raise kind(f"it has format {body['format']}, this version of Forge reads format {FORMAT}")
+        raise kind(f"it has format {found}, this version of Forge reads format {FORMAT}")
     if not is_as_written:
         raise DamagedError(f"the content of {FILE_NAME} is not what was written")
-    del body["format"]
     try:
         return Manifest(**body)
-    except (TypeError, ValueError) as error:
+    except (RecursionError, TypeError, ValueError) as error:
         raise DamagedError(f"{FILE_NAME} is not a manifest: {str(error)[:200]}") from error
 
 

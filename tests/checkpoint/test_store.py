@@ -2,6 +2,7 @@ import json
 import shutil
 import threading
 import zipfile
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -217,6 +218,12 @@ def test_one_that_has_been_given_the_name_of_another_step_is_not_believed(store)
     assert find_checkpoint(store.path / "kept_for_the_paper", _quiet).step == 8
 
 
+def test_a_manifest_of_any_depth_is_named_as_damaged():
+    for depth in range(500, 1000):
+        with pytest.raises(manifest.DamagedError):
+            manifest.parse_manifest(b'{"format": 2, "step": ' + b"[" * depth + b"]" * depth + b"}")
+
+
 def test_a_format_of_the_future_is_not_guessed_at(store):
     path = _save(store, 7)
     manifest = json.loads((path / "manifest.json").read_text())
@@ -380,6 +387,21 @@ class TestOptimizerState:
         self._trained(optimizer_class, 3, again, fresh)
 
         assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+
+    def test_state_that_is_not_on_the_parameter_s_device_comes_back_on_the_host(self):
+        parameters = {"w": nn.Parameter(torch.empty(2, 3, device="meta"))}
+        trained, fresh = (torch.optim.SGD(parameters.values()) for _ in range(2))
+        trained.state[parameters["w"]] = {"step": torch.ones(()), "mean": torch.ones(2, 3, device="meta")}
+        tensors, facts = optimizer_state(trained, parameters)
+        saved = {
+            key: SimpleNamespace(size=one.shape, properties=SimpleNamespace(dtype=one.dtype))
+            for key, one in tensors.items()
+        }
+
+        read = empty_optimizer_state(fresh, parameters, saved, facts)
+
+        devices = {key: one.device.type for key, one in read.items()}
+        assert devices == {"optimizer.w.step": "cpu", "optimizer.w.mean": "meta"}
 
     def test_state_that_cannot_be_saved_is_refused_by_name(self):
         model, optimizer = self._trained(torch.optim.SGD, 1)

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from functools import reduce
 from types import SimpleNamespace
 
 import attrs
@@ -74,6 +75,7 @@ def with_job(run, old, new):
         ({"step": 1}, "state.json: step: it is of step 1, the checkpoint of step 2"),
         ({"tokenizer": {"name": "x", "path": "/etc/passwd"}}, "'/etc/passwd' leads outside of the checkpoint"),
         ({"tokenizer": {"name": "x", "path": "a/../../x"}}, "'a/../../x' leads outside of the checkpoint"),
+        ({"tokenizer": {"name": reduce(lambda inner, _: [inner], range(700), [])}}, "state.json nests too deep"),
     ],
 )
 def test_a_state_that_is_not_what_a_run_saves_is_named_with_its_key_and_the_one_before_is_used(run, changes, sentence):
