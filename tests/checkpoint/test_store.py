@@ -14,7 +14,7 @@ from forge_core.checkpoint import manifest, saver
 from forge_core.checkpoint.manifest import FILE_NAME
 from forge_core.checkpoint.saver import Saver, Snapshot
 from forge_core.checkpoint.state_dict import empty_optimizer_state, model_tensors, named_parameters, optimizer_state
-from forge_core.checkpoint.store import CheckpointStore, find_checkpoint, open_checkpoint, whole_problem
+from forge_core.checkpoint.store import CheckpointStore, _share, find_checkpoint, open_checkpoint, whole_problem
 from forge_core.distributed.mesh import join_process_group
 from forge_core.errors import ConfigError, PluginError
 
@@ -306,6 +306,25 @@ def test_files_go_while_training_goes_on_and_are_gone_before_the_next_save(store
     threading.Timer(0.5, may_go.set).start()
     _save(store, 4)
     assert sorted(path.name for path in store.path.iterdir()) == ["latest", "step_00000003", "step_00000004"]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+def test_each_file_is_read_by_one_rank_and_each_rank_reads_about_as_much(ranks):
+    files = {f"{i:02}": {"bytes": size} for i, size in enumerate([0, 7, 100, 3, 90, 40, 40, 1, 60, 0])}
+
+    shares = [_share(files, rank, ranks) for rank in range(ranks)]
+
+    assert sorted(name for share in shares for name in share) == sorted(files)
+    most = max(sum(one["bytes"] for one in share.values()) for share in shares)
+    assert most <= sum(one["bytes"] for one in files.values()) / ranks + 100
+
+
+def test_the_newest_before_a_step_is_not_that_of_the_step(store):
+    for step in (1, 2, 3):
+        _save(store, step)
+
+    assert store.newest(_quiet, before=3).step == 2
+    assert store.newest(_quiet, before=1) is None
 
 
 def test_later_ones_are_put_aside_for_a_run_that_goes_back(store):

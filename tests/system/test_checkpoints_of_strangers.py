@@ -75,6 +75,7 @@ def with_job(run, old, new):
         ({"step": 1}, "state.json: step: it is of step 1, the checkpoint of step 2"),
         ({"tokenizer": {"name": "x", "path": "/etc/passwd"}}, "'/etc/passwd' leads outside of the checkpoint"),
         ({"tokenizer": {"name": "x", "path": "a/../../x"}}, "'a/../../x' leads outside of the checkpoint"),
+        ({"tokenizer": {"name": "x", "path": "a\0b"}}, "'a\\x00b' leads outside of the checkpoint"),
         ({"tokenizer": {"name": reduce(lambda inner, _: [inner], range(700), [])}}, "state.json nests too deep"),
     ],
 )

@@ -154,6 +154,15 @@ def test_batches_have_each_source_s_samples_and_its_number(open_mixture):
     assert source.names == ("a", "b")
 
 
+def test_batches_around_the_end_of_what_is_found_at_once_are_those_of_each_position(open_mixture):
+    source = open_mixture({"a": (3, 400), "b": (1, 400)})
+    positions = np.arange(4092, 4100)
+
+    for some in (positions[:5], positions[4:], positions):
+        tokens = [source.read_at(one)["tokens"] for one in np.split(some, len(some))]
+        np.testing.assert_array_equal(source.read_at(some)["tokens"], np.concatenate(tokens))
+
+
 def test_targets_have_the_loss_weight_of_their_source(open_mixture):
     sources = {"a": (3, 400), "b": (1, 400)}
     plain, weighed = open_mixture(sources), open_mixture(sources, loss_weights={"b": 2.5})

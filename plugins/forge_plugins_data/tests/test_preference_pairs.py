@@ -8,7 +8,7 @@ import pytest
 
 from forge_core.errors import ConfigError
 from forge_plugins_data.preference_config import PreferencePairsConfig
-from forge_plugins_data.preference_pairs import open_preference_pairs
+from forge_plugins_data.preference_pairs import Pair, open_preference_pairs
 from forge_plugins_data.preference_reference import write_reference
 
 TEMPLATES = Path(__file__).with_name("chat_templates")
@@ -37,6 +37,17 @@ def open_pairs(tmp_path, build, use_tokenizer):
         return open_preference_pairs(config, seq_len=seq_len, split=split, build=build)
 
     return open_pairs
+
+
+@pytest.mark.parametrize("lengths", [(5, 14), (14, 5)])
+def test_a_pair_of_which_a_cut_leaves_one_answer_nothing_is_left_out(lengths):
+    """Of a prompt of four tokens and room for nine, one of the two has the prompt alone."""
+    prompt, answers = np.arange(4), (np.full(one - 4, one) for one in lengths)
+    tokens = [np.concatenate([prompt, one]) for one in answers]
+    pair = Pair(tokens, [one >= 4 for one in tokens], "line 1")
+
+    assert pair.cut(9) is None
+    assert pair.cut(10) is not None
 
 
 def documents(source):

@@ -314,6 +314,15 @@ def test_an_id_beyond_the_vocabulary_that_comes_after_the_file_was_opened_is_nam
     assert source.read(np.array([0, 5, 8]))["tokens"].shape == (3, 8)
 
 
+def test_an_id_beyond_the_vocabulary_at_the_start_of_a_file_is_named_with_that_file(tmp_path, open_tokens):
+    folder = write_folder(tmp_path, np.arange(50), np.arange(90))
+    source = open_tokens(folder)
+    np.memmap(folder / "1.bin", dtype="uint16", mode="r+")[0] = 1000
+
+    with pytest.raises(ConfigError, match=r"1\.bin: token 0 \(from 0\) has the id 1000"):
+        source.read(np.arange(len(source)))
+
+
 @pytest.fixture
 def prepared(tmp_path):
     """Three files with checksums."""

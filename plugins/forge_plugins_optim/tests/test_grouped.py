@@ -66,6 +66,24 @@ def test_each_optimizer_does_what_it_does_alone() -> None:
         assert torch.equal(one.parameter, other.parameter), one.name
 
 
+def test_each_optimizer_scales_its_gradients_if_all_can() -> None:
+    groups = [{**group, "optimizer": ADAMW} for group in BY_ROLE]
+    scaled, by_hand = drawn(), drawn()
+    optimizer, other = make(groups, scaled), make(groups, by_hand)
+    assert optimizer.scales_gradients
+
+    for seed, factor in enumerate((1.0, 0.1)):
+        optimizer.gradient_scale = torch.tensor(factor)
+        step(optimizer, scaled, seed)
+        generator = torch.Generator().manual_seed(seed)
+        for one in by_hand:
+            one.parameter.grad = torch.randn(one.parameter.shape, generator=generator) * factor
+        other.step()
+
+    for one, same in zip(scaled, by_hand, strict=True):
+        torch.testing.assert_close(one.parameter, same.parameter, rtol=1e-6, atol=1e-7)
+
+
 def test_a_learning_rate_set_on_a_group_of_the_whole_reaches_its_optimizer() -> None:
     parameters = drawn()
     optimizer = make(BY_ROLE, parameters)

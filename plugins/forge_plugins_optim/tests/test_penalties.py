@@ -244,6 +244,19 @@ def test_by_vocabulary_value_and_gradients_are_the_same(inner, ignored, weights,
     assert {name: value.item() for name, value in LEDGER.means().items()} == pytest.approx(added, rel=1e-4)
 
 
+@pytest.mark.usefixtures("one_rank")
+def test_by_vocabulary_a_loss_of_bf16_is_in_fp32() -> None:
+    hidden, linear, targets = batch(torch.bfloat16)
+    head = InOnePart(D, V, dtype=torch.bfloat16)
+    head.load_state_dict(linear.state_dict())
+
+    total = CrossEntropy()(hidden, head, targets).total
+
+    logits = linear(hidden).double().flatten(0, 1)
+    wanted = F.cross_entropy(logits, targets.flatten(), reduction="sum")
+    torch.testing.assert_close(total.double(), wanted, rtol=1e-5, atol=0)
+
+
 @each_outer
 def test_evaluation_is_that_of_the_loss_inside(outer) -> None:
     hidden, head, targets = batch()

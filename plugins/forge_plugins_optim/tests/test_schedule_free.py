@@ -45,6 +45,21 @@ def differences(ours, theirs) -> float:
     return max(float((one - other).detach().abs().max()) for one, other in zip(ours, theirs, strict=True))
 
 
+def test_a_parameter_that_begins_later_counts_its_own_steps() -> None:
+    early, late = (started()[0] for _ in range(2))
+    alone = started()[0]
+    optimizer, other = made([early, late]), made([alone])
+
+    steps(optimizer, [early], 3)
+    steps(optimizer, [early, late], 1, first=3)
+    generator = torch.Generator().manual_seed(3)
+    alone.grad = [torch.randn(alone.shape, generator=generator) for _ in range(2)][1]
+    other.step()
+
+    assert torch.equal(late, alone)
+    assert not torch.equal(early, late)
+
+
 @pytest.mark.parametrize(
     "keys",
     [

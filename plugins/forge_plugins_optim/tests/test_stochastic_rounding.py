@@ -9,7 +9,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from forge_core.contracts.optimizer import NamedParameter
 from forge_plugins_optim.adamw import adamw
 from forge_plugins_optim.config import AdamWConfig
-from forge_plugins_optim.stochastic_rounding import noise, rounded, seed_of
+from forge_plugins_optim.stochastic_rounding import noise, positions_in, rounded, seed_of
 from forge_testing.several_ranks import on_ranks
 
 N = 40_000
@@ -34,6 +34,10 @@ def test_what_bf16_can_express_stays_as_it_is() -> None:
 
     assert torch.equal(rounded(values, bits(n=7)), values.bfloat16())
     assert rounded(torch.tensor([torch.nan]), bits(n=1)).isnan().all()
+
+
+def test_each_element_of_a_tensor_has_a_position_of_its_own() -> None:
+    assert torch.equal(positions_in(torch.empty(3, 4, 5)), torch.arange(60).view(3, 4, 5))
 
 
 @pytest.mark.parametrize("shift", [0, 16, 32])
