@@ -5,12 +5,14 @@ import math
 import os
 import random
 import re
+import tracemalloc
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 
 from forge_core.cli import main
+from forge_plugins_monitor.report import run_record
 from forge_plugins_monitor.report.chart import means, thinned
 from forge_plugins_monitor.report.run_record import Curve, RunRecord, find_runs, read_runs
 from forge_plugins_monitor.report.scaling import Scaling, points_of
@@ -341,6 +343,44 @@ def test_steps_are_sorted_and_a_later_line_counts(make_run):
 
     assert record.curve("loss") == Curve((2, 5), (2.0, 3.0))
     assert record.metrics() == ["loss"]
+
+
+def test_lines_of_other_names_and_kinds_stand_in_columns_as_in_the_file(make_run):
+    lines = [
+        {"step": 1, "loss": 4, "note": "x", "mixed": "x"},
+        {"step": 2, "loss": None, "note": "y", "mixed": 1.5},
+        {"step": 2, "eval/loss": 3.0},
+        {"loss": 3.0, "step": 3, "is": True},
+    ]
+
+    (record,) = read_runs(find_runs([make_run("a", lines)]))
+
+    assert record.metrics() == ["loss", "mixed", "eval/loss"]
+    assert [record.curve(name) for name in ("loss", "mixed", "eval/loss", "step", "note")] == [
+        Curve((1, 2, 3), (4.0, None, 3.0)),
+        Curve((2,), (1.5,)),
+        Curve((2,), (3.0,)),
+        Curve((), ()),
+        Curve((), ()),
+    ]
+    assert (record.last_step, list(record.lines)) == (3, lines)
+
+
+def test_reading_a_long_run_takes_less_memory_than_its_file(make_run, monkeypatch):
+    monkeypatch.setattr(run_record, "_AT_ONCE", 1 << 16)
+    names = [f"loss/{i}" for i in range(8)]
+    lines = ({"step": step, **{name: step + math.pi * i for i, name in enumerate(names)}} for step in range(10_000))
+    run = make_run("a", lines)
+
+    tracemalloc.start()
+    try:
+        (record,) = read_runs([run])
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+
+    assert len(record.curve("loss/7").steps) == 10_000
+    assert peak < (run / "metrics.jsonl").stat().st_size
 
 
 def scaled(make_run, sizes, law):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from itertools import pairwise
 from typing import Any
@@ -54,8 +54,9 @@ class Chart:
         )
 
 
-def charts(figures: Sequence[Chart]) -> str:
-    """Charts beside each other where there is room; empty if none has a point."""
+def charts(figures: Iterable[Chart]) -> str:
+    """Charts beside each other where there is room; empty if none has a point. Curves of a chart that is only made here
+    are gone before the next one's come."""
     drawn = "\n".join(filter(None, (chart.html() for chart in figures)))
     return f'<div class="charts">{drawn}</div>' if drawn else ""
 
@@ -71,7 +72,7 @@ def thinned(curve: Curve, most: int) -> Curve:
     for stretch in range(stretches):
         start, end = n * stretch // stretches, n * (stretch + 1) // stretches
         values = curve.values[start:end]
-        finite = [value for value in values if value is not None]
+        finite = _finite(values)
         kept |= {start + values.index(value) for value in {min(finite), max(finite)}} if finite else set()
         kept |= {start + values.index(None)} if len(finite) < len(values) else set()
     indices = sorted(kept)
@@ -92,16 +93,20 @@ def means(curve: Curve) -> Curve:
     points = []
     for stretch in range(_MEANS):
         start, end = n * stretch // _MEANS, n * (stretch + 1) // _MEANS
-        finite = [value for value in curve.values[start:end] if value is not None]
+        finite = _finite(curve.values[start:end])
         points.append((curve.steps[(start + end) // 2], sum(finite) / len(finite) if finite else None))
     steps, values = zip(*points, strict=True)
     return Curve(steps, values)
 
 
 def _is_noisy(curve: Curve) -> bool:
-    finite = [value for value in curve.values if value is not None]
+    finite = _finite(curve.values)
     travel = sum(abs(after - before) for before, after in pairwise(finite))
     return travel > 0 and travel > _NOISY * (max(finite) - min(finite))
+
+
+def _finite(values: Sequence[float | None]) -> Sequence[float]:
+    return [value for value in values if value is not None] if None in values else values  # type: ignore[return-value]  # no None
 
 
 def _numbers(run: RunRecord, curve: Curve, most: int) -> dict[str, Any]:

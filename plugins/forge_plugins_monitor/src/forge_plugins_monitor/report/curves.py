@@ -36,7 +36,7 @@ class Curves(ReportSection):
 
     def render(self, runs: Sequence[RunRecord]) -> str:
         names = _metrics(runs, _is_main)
-        return charts([_chart(name, runs) for name in sorted(names, key=_rank)])
+        return charts(_chart(name, runs) for name in sorted(names, key=_rank))
 
 
 class Sources(ReportSection):
@@ -48,7 +48,7 @@ class Sources(ReportSection):
     def render(self, runs: Sequence[RunRecord]) -> str:
         names = _metrics(runs, _is_of_source)
         by_source = sorted(names, key=lambda name: (name.partition("/")[0], name))
-        return charts([_chart(name, runs) for name in by_source])
+        return charts(_chart(name, runs) for name in by_source)
 
 
 class FurtherMetrics(ReportSection):
@@ -59,7 +59,7 @@ class FurtherMetrics(ReportSection):
 
     def render(self, runs: Sequence[RunRecord]) -> str:
         names = _metrics(runs, lambda name: not _is_main(name) and not _is_of_source(name))
-        drawn = charts([_chart(name, runs, _FURTHER_POINTS) for name in names])
+        drawn = charts(_chart(name, runs, _FURTHER_POINTS) for name in names)
         return folded(f"{len(names)} more", drawn)
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from array import array
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from itertools import pairwise
-from math import isfinite
+from itertools import compress, groupby, pairwise
+from math import isfinite, nan
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +18,14 @@ import attrs
 from forge_core.errors import ConfigError
 from forge_plugins_monitor.run_states.progress import can_read
 
-_NUMBERS = (float, int, type(None))
+_NUMBERS = {float, int, type(None)}
 """A run writes null for a number that is not finite."""
+_AT_ONCE = 1 << 22
+"""Bytes of a file that are read at once: as objects they take about ten times as much."""
+
+
+Columns = Mapping[str, tuple[Sequence[int], Sequence[float]]]
+"""Steps and values of each name, in the order of lines; not finite where the run's value was not."""
 
 
 @attrs.frozen
@@ -44,7 +52,7 @@ class RunRecord:
     """Its name, with as much of the path in front as it takes to be the only one of that label."""
     path: Path
     lines: Sequence[Mapping[str, Any]]
-    """``metrics.jsonl``: each line has an int ``step``."""
+    """``metrics.jsonl``: each line has an int ``step``. Of a run of weeks they take gigabytes; ``curve`` does not."""
     events: Sequence[Mapping[str, Any]]
     """``events.jsonl``, of all attempts: each has a string ``event``."""
     job: Mapping[str, Any]
@@ -54,24 +62,48 @@ class RunRecord:
     problems: Sequence[str] = ()
     """A sentence for each thing that could not be read."""
 
+    columns: Columns = attrs.field(
+        default=attrs.Factory(lambda self: columns_of([self.lines]), takes_self=True), repr=False
+    )
+    """The numbers of ``lines``; made of them where they are not given."""
+
+    @property
+    def last_step(self) -> int:
+        """The highest step of a line; 0 without one."""
+        return max(self.columns["step"][0], default=0) if "step" in self.columns else 0
+
     def curve(self, name: str) -> Curve:
-        """The values of a metric; without points if the run has none of that name."""
-        return self._curves.get(name, Curve((), ()))
+        """The values of a metric; without points if the run has none of that name. It is made at each call."""
+        return _curve(*self.columns[name]) if name in self.columns and name != "step" else Curve((), ())
 
     def metrics(self) -> list[str]:
         """The names of metrics of numbers, in the order in which they first come."""
-        return list(self._curves)
+        return [name for name in self.columns if name != "step"]
 
-    @cached_property
-    def _curves(self) -> dict[str, Curve]:
-        columns: dict[str, dict[int, float | None]] = {}
-        for line in self.lines:
-            step = line["step"]
-            for name, value in line.items():
-                if type(value) in _NUMBERS:
-                    columns.setdefault(name, {})[step] = value
-        columns.pop("step", None)
-        return {name: _curve(column) for name, column in columns.items()}
+
+def columns_of(chunks: Iterable[Sequence[Mapping[str, Any]]]) -> Columns:
+    """The numbers of lines, which are given some at a time so that not all of them need be there."""
+    columns: dict[str, tuple[array[int], array[float]]] = {}
+    for lines in map(_with_step, chunks):
+        for names, alike in groupby(lines, tuple):  # nearly all lines of a run have the same names
+            table = dict(zip(names, zip(*(line.values() for line in alike), strict=True), strict=True))
+            for name, values in table.items():
+                steps = table["step"]
+                if not _NUMBERS.issuperset(map(type, values)):
+                    are_numbers = [type(value) in _NUMBERS for value in values]
+                    steps, values = tuple(compress(steps, are_numbers)), tuple(compress(values, are_numbers))
+                if values:
+                    column = columns.setdefault(name, (array("q"), array("d")))
+                    column[0].extend(array("q", steps))
+                    column[1].extend(_floats(values))
+    return columns
+
+
+def _floats(values: Sequence[float | None]) -> array[float]:
+    try:
+        return array("d", values)  # type: ignore[arg-type]  # fails with None
+    except (OverflowError, TypeError):
+        return array("d", [_finite(value) for value in values])
 
 
 def find_runs(paths: Sequence[Path]) -> list[Path]:
@@ -103,12 +135,8 @@ def read_runs(paths: Sequence[Path]) -> list[RunRecord]:
 def labels(paths: Sequence[Path]) -> list[str]:
     """For each directory the end of its path, as short as can be without two being equal."""
     parts = [path.resolve().parts for path in paths]
-    names = []
-    for own in parts:
-        others = [other for other in parts if other != own]
-        n = next((n for n in range(1, len(own)) if all(own[-n:] != other[-n:] for other in others)), len(own))
-        names.append("/".join(own[-n:]))
-    return names
+    ends = Counter(own[-n:] for own in set(parts) for n in range(1, len(own) + 1))
+    return ["/".join(next(own[-n:] for n in range(1, len(own) + 1) if ends[own[-n:]] == 1)) for own in parts]
 
 
 def _why_no_folder(path: Path) -> str:
@@ -121,14 +149,16 @@ def _is_run(path: Path) -> bool:
 
 def _read(path: Path, index: int, label: str) -> RunRecord:
     problems: list[str] = []
-    lines = [line for line in _objects(path / "metrics.jsonl", problems) if _is_step(line.get("step"))]
-    events = [event for event in _objects(path / "events.jsonl", problems) if isinstance(event.get("event"), str)]
+    metrics = path / "metrics.jsonl"
+    columns = columns_of(_objects(metrics, problems))
+    events = [one for some in _objects(path / "events.jsonl", problems) for one in some]
     return RunRecord(
         index=index,
         label=label,
         path=path,
-        lines=lines,
-        events=events,
+        lines=_Lines(metrics),
+        columns=columns,
+        events=[event for event in events if isinstance(event.get("event"), str)],
         job=_table(path / "job.toml", tomllib.loads, problems),
         environment=_table(path / "environment.json", json.loads, problems),
         problems=problems,
@@ -146,23 +176,52 @@ def _table(path: Path, loads: Any, problems: list[str]) -> dict[str, Any]:
     return table if isinstance(table, dict) else {}
 
 
-def _objects(path: Path, problems: list[str]) -> list[dict[str, Any]]:
-    """The JSON objects of a file of lines; other lines are counted, but for a last one that is being written."""
+class _Lines(Sequence[Any]):
+    """Of a file, read whole only where a section asks for them."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._all[index]
+
+    @cached_property
+    def _all(self) -> list[Mapping[str, Any]]:
+        return [line for some in _objects(self._path, []) for line in _with_step(some)]
+
+
+def _with_step(objects: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    return [one for one in objects if _is_step(one.get("step"))]
+
+
+def _objects(path: Path, problems: list[str]) -> Iterator[list[dict[str, Any]]]:
+    """The JSON objects of a file of lines, some at a time; other lines are counted, but for a last one that is being
+    written."""
+    odd = 0
     try:
-        *lines, last = path.read_bytes().split(b"\n")
+        with path.open("rb") as file:
+            while lines := file.readlines(_AT_ONCE):
+                last = b"" if lines[-1].endswith(b"\n") else lines.pop()
+                values = _parsed(lines)
+                found = [one for one in values if isinstance(one, dict)]
+                odd += len(values) - len(found)
+                yield [*found, *(one for one in [_json(last)] if isinstance(one, dict))]
     except FileNotFoundError:
-        return []
+        return
     except OSError as error:
         problems.append(f"{path} cannot be read: {error}")
-        return []
-    try:
-        objects = json.loads(b"[%s]" % b",".join(lines))  # at once: half the time
-    except (ValueError, RecursionError):
-        objects = [_json(line) for line in lines if line.strip()]
-    found = [one for one in objects if isinstance(one, dict)]
-    if odd := len(objects) - len(found):
+    if odd:
         problems.append(f"{path}: {odd} line{'s' * (odd > 1)} left out, which cannot be read")
-    return [*found, *(one for one in [_json(last)] if isinstance(one, dict))]
+
+
+def _parsed(lines: Sequence[bytes]) -> list[Any]:
+    try:
+        return list(json.loads(b"[%s]" % b",".join(lines)))  # at once: half the time
+    except (ValueError, RecursionError):
+        return [_json(line) for line in lines if line.strip()]
 
 
 def _json(line: bytes) -> Any:
@@ -173,23 +232,20 @@ def _json(line: bytes) -> Any:
 
 
 def _is_step(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63
 
 
-def _curve(column: Mapping[int, float | None]) -> Curve:
-    steps = sorted(column)  # a run writes them so; a file that was put together by hand may differ
+def _curve(steps: Sequence[int], values: Sequence[float]) -> Curve:
+    if any(after <= before for before, after in pairwise(steps)):  # a file that was put together by hand
+        steps, values = zip(*sorted(dict(zip(steps, values, strict=True)).items()), strict=True)
+    return Curve(tuple(steps), tuple([value if isfinite(value) else None for value in values]))
+
+
+def _finite(value: float | None) -> float:
     try:
-        values = tuple([x if (x := column[step]) is not None and isfinite(x) else None for step in steps])
-    except OverflowError:  # an integer that is too large for a float
-        values = tuple(_finite(column[step]) for step in steps)
-    return Curve(tuple(steps), values)
-
-
-def _finite(value: float | None) -> float | None:
-    try:
-        return value if value is not None and isfinite(value) else None
-    except OverflowError:
-        return None
+        return nan if value is None else float(value)
+    except OverflowError:  # an integer that is too large
+        return nan
 
 
 def attempts(events: Sequence[Mapping[str, Any]]) -> Iterator[Sequence[Mapping[str, Any]]]:

@@ -63,17 +63,15 @@ def _state(events: Sequence[Mapping[str, Any]]) -> str:
 def _steps(run: RunRecord) -> str:
     train = run.job.get("train")
     steps = train.get("steps") if isinstance(train, dict) else None
-    last = max((line["step"] for line in run.lines), default=0)
-    return f"{last:,} of {steps:,}" if isinstance(steps, int) else f"{last:,}"
+    return f"{run.last_step:,} of {steps:,}" if isinstance(steps, int) else f"{run.last_step:,}"
 
 
 def _evaluations(run: RunRecord) -> dict[str, str]:
     """The last value of each loss of an evaluation, and its lowest."""
     facts = {}
-    for name in run.metrics():
+    for name in (name for name in run.metrics() if name.startswith("eval/") and name.endswith("loss")):
         curve = run.curve(name)
-        finite = [value for value in curve.values if value is not None]
-        if name.startswith("eval/") and name.endswith("loss") and finite:
+        if finite := [value for value in curve.values if value is not None]:
             facts[name] = f"{_number(curve.last, '.4f')} (lowest {min(finite):.4f})"
     return facts
 
