@@ -11,6 +11,7 @@ import pytest
 
 import fork_server
 from forge_core.cli import main
+from forge_plugins_studies import results
 from forge_plugins_studies.gpus import gpus_for, visible_gpus
 from forge_plugins_studies.processes import Task, _last_line, run_tasks, state_of
 from forge_plugins_studies.results import _mean_and_spread, last_values
@@ -274,3 +275,13 @@ def test_odd_lines_of_metrics_cost_nothing_else(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
 
     assert last_values(tmp_path) == {"step": 2, "loss": None}
+
+
+def test_the_last_values_of_a_long_run_are_found_without_parsing_all_its_lines(tmp_path, monkeypatch):
+    lines = [{"step": 1, "eval/loss": 5.0}, *({"step": step, "loss": 1 / step} for step in range(1, 1001))]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 1001, "lo')
+    parsed = []
+    monkeypatch.setattr(results.json, "loads", lambda line, loads=json.loads: parsed.append(line) or loads(line))
+
+    assert last_values(tmp_path) == {"step": 1000, "loss": 0.001, "eval/loss": 5.0}
+    assert len(parsed) < 20

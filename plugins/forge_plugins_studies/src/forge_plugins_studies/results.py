@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import math
 import statistics
+from collections import deque
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,8 @@ from forge_plugins_studies.study import Study
 
 _COLUMNS = ("loss", "eval/loss")
 _SEED = "train.seed"
+_TRIED = 4
+"""The newest lines that have a name: one of them may be damaged. To parse all lines of a run takes seconds."""
 
 
 @attrs.frozen(kw_only=True)
@@ -122,11 +126,16 @@ def _loss(value: float | None, all_of_them: Sequence[float]) -> str:
 def last_values(run: Path) -> dict[str, Any]:
     """The step of the newest line of ``metrics.jsonl``, and the newest value of each loss; ``None`` if not finite."""
     found: dict[str, Any] = {}
+    newest = {b'"%s"' % name.encode(): deque[tuple[int, bytes]](maxlen=_TRIED) for name in ("step", *_COLUMNS)}
     try:
-        lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    except (OSError, ValueError):
+        with (run / "metrics.jsonl").open("rb") as file:
+            for number, line in enumerate(file):
+                for name, lines in newest.items():
+                    if name in line:
+                        lines.append((number, line))
+    except OSError:
         return found
-    for line in lines:
+    for _, line in sorted({*chain.from_iterable(newest.values())}):
         try:
             values = json.loads(line)
         except ValueError:  # it was being written when the machine failed
@@ -140,7 +149,9 @@ def last_values(run: Path) -> dict[str, Any]:
 def last_event(run: Path) -> tuple[str, int] | None:
     """The newest event of a run and its step, if there is one that can be read."""
     try:
-        event = json.loads((run / "events.jsonl").read_bytes().splitlines()[-1])
+        with (run / "events.jsonl").open("rb") as file:
+            (line,) = deque(file, maxlen=1)
+        event = json.loads(line)
         return str(event["event"]), int(event["step"])
     except (OSError, ValueError, LookupError, TypeError):
         return None
