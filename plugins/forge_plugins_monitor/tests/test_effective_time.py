@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+import tracemalloc
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -174,6 +175,22 @@ def test_damaged_lines_are_passed_over(tmp_path):
     found = told(run)
 
     assert (found.kept_seconds, found.waited_seconds) == (20, 0)
+
+
+def test_a_long_run_takes_less_memory_than_its_file(tmp_path):
+    others = {f"loss/{i}": i / 7 for i in range(40)}
+    lines = [{"step": step, "step_seconds": 0.01, "skipped": 0, **others} for step in range(2000)]
+    run = make_run(tmp_path, events=[STARTED], metrics=lines)
+    progress = progress_of(run, {})
+
+    tracemalloc.start()
+    try:
+        effective_time(run, progress)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+
+    assert peak < (run / "metrics.jsonl").stat().st_size
 
 
 def test_it_is_told_of_one_run_alone(tmp_path, capsys):

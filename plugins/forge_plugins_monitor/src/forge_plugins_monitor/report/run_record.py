@@ -8,8 +8,9 @@ from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from itertools import compress, groupby, pairwise
+from itertools import compress, groupby, islice, pairwise
 from math import isfinite, nan
+from operator import lt
 from pathlib import Path
 from typing import Any
 
@@ -236,9 +237,14 @@ def _is_step(value: object) -> bool:
 
 
 def _curve(steps: Sequence[int], values: Sequence[float]) -> Curve:
-    if any(after <= before for before, after in pairwise(steps)):  # a file that was put together by hand
+    if not all(map(lt, steps, islice(steps, 1, None))):  # a file that was put together by hand
         steps, values = zip(*sorted(dict(zip(steps, values, strict=True)).items()), strict=True)
-    return Curve(tuple(steps), tuple([value if isfinite(value) else None for value in values]))
+    return Curve(tuple(steps), _with_gaps(values))
+
+
+def _with_gaps(values: Sequence[float]) -> tuple[float | None, ...]:
+    is_whole = all(map(isfinite, values))
+    return tuple(values) if is_whole else tuple([value if isfinite(value) else None for value in values])
 
 
 def _finite(value: float | None) -> float:

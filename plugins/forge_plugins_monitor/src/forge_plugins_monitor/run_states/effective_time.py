@@ -17,6 +17,7 @@ from forge_plugins_monitor.run_states.progress import RunProgress, objects
 _STARTS = ("started", "resumed")
 _SAVED_ENDS = ("completed", "preempted", "stopped")
 _ENDS = (*_SAVED_ENDS, "failed")
+_NAMES = ("step", "step_seconds", "skipped", "overflows")
 
 
 @attrs.frozen(kw_only=True)
@@ -45,7 +46,7 @@ def effective_time(run: Path, progress: RunProgress) -> EffectiveTime | None:
     """
     events = [event for event in objects(run / "events.jsonl") if isinstance(event.get("event"), str)]
     lines = [
-        line
+        {name: line[name] for name in _NAMES if name in line}
         for line in objects(run / "metrics.jsonl")
         if type(line.get("step")) is int and type(line.get("step_seconds")) is float
     ]

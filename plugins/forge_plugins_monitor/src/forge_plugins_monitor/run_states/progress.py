@@ -179,9 +179,11 @@ def can_read(path: Path) -> bool:
     return os.access(path, os.R_OK) and path.is_file()  # first, since `is_file` raises in a folder that is closed
 
 
-def objects(path: Path) -> list[dict[str, Any]]:
-    """The JSON objects of all lines of a file; of one that is not there, none."""
-    return [*_parsed(path.read_text(encoding="utf-8", errors="replace").splitlines())] if can_read(path) else []
+def objects(path: Path) -> Iterator[dict[str, Any]]:
+    """The JSON objects of all lines of a file, one by one; of one that is not there, none."""
+    if can_read(path):
+        with path.open(encoding="utf-8", errors="replace") as lines:
+            yield from _parsed(lines)
 
 
 def _parsed(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
