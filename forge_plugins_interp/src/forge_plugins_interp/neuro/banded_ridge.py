@@ -82,13 +82,11 @@ class BandedRidge:
         """Weights ``(p, q)`` of centred features."""
         sizes, shares = torch.tensor(widths), self.shares().to(x)
         alphas = torch.tensor(self.alphas, dtype=x.dtype, device=x.device)
-        recordings = [(y[train] - y[train].mean(0), y[held] - y[train].mean(0)) for train, held in folds]
         least = torch.full((y.shape[1],), torch.inf, dtype=x.dtype, device=x.device)
         draw, alpha = (torch.zeros(y.shape[1], dtype=torch.int64, device=x.device) for _ in range(2))
         for number, gamma in enumerate(shares):
             scaled = x * gamma.sqrt().repeat_interleave(sizes)
-            each = [self._errors(scaled, fold, *own) for fold, own in zip(folds, recordings, strict=True)]
-            error, best = torch.stack(each).mean(0).min(0)
+            error, best = torch.stack([self._errors(scaled, y, fold) for fold in folds]).mean(0).min(0)
             is_better = error < least
             least = torch.where(is_better, error, least)
             draw, alpha = torch.where(is_better, number, draw), torch.where(is_better, best, alpha)
@@ -100,20 +98,16 @@ class BandedRidge:
             weights[:, chosen] = scale[:, None] * (basis @ fitted)
         return weights
 
-    def _errors(self, x: torch.Tensor, fold: Fold, known: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
-        """The mean squared error on what is held out, ``(alphas, q)``.
-
-        Args:
-            known, expected: recordings that are fitted, and that are held out, without the mean of the former.
-        """
+    def _errors(self, x: torch.Tensor, y: torch.Tensor, fold: Fold) -> torch.Tensor:
+        """The mean squared error on what is held out, ``(alphas, q)``."""
         train, held = fold
-        x_mean = x[train].mean(0)
+        x_mean, y_mean = x[train].mean(0), y[train].mean(0)
         squares, basis, projection = _decomposed(x[train] - x_mean)
         seen = (x[held] - x_mean) @ basis
         seen = torch.cat([seen / (squares + alpha) for alpha in self.alphas])
         # far more recordings than stimuli are multiplied once, by one small matrix for all alphas
-        found: torch.Tensor = torch.linalg.multi_dot([seen, projection, known])
-        return found.view(len(self.alphas), *expected.shape).sub_(expected).square_().mean(1)
+        found: torch.Tensor = torch.linalg.multi_dot([seen, projection, y[train] - y_mean])
+        return found.view(len(self.alphas), len(held), y.shape[1]).sub_(y[held] - y_mean).square_().mean(1)
 
 
 def _decomposed(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
