@@ -134,6 +134,17 @@ def test_scores_that_take_long_say_how_far_they_are(stories, monkeypatch, capsys
     assert said[-1].endswith("about 0.0 min left")
 
 
+def test_sets_that_are_fitted_together_are_told_of_when_they_are_fitted(monkeypatch):
+    """The first of them was told of as if it had taken the time of all: hours too many were left."""
+    monkeypatch.setattr("forge_plugins_interp.neuro.encoding._SECONDS", 0.0)
+    x, y = planted(n=30)
+    said = []
+
+    encode(x, y[:, None], BandedRidge(widths=(8, 12), draws=2), splits=Splits(number=2), shuffles=5, log=said.append)
+
+    assert [line.partition(";")[0] for line in said] == ["6 of 12 maps", "12 of 12 maps"]
+
+
 def test_delays_do_not_go_across_groups():
     x, groups = torch.arange(1.0, 7)[:, None].double(), np.array(["a", "b", "a", "a", "b", "b"])
 

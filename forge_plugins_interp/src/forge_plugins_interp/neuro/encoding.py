@@ -130,9 +130,8 @@ def encode(
     of_bands: list[torch.Tensor] = []
     for train, test in splits.of(len(x), groups):
         fit = regression.of(x[train], None if groups is None else groups[train])
-        maps = _fitted(fit, [y[order[train]] for order in orders], together=regression.per_target)
+        maps = _fitted(fit, [y[order[train]] for order in orders], together=regression.per_target, told=progress)
         for part, order, found in zip(parts, orders, maps, strict=True):
-            progress.one_more()
             part.append((y[order[test]], found(x[test]), test))
             if widths and order is orders[0]:
                 of_bands.append(split_correlations(y[test], found.parts(x[test], widths)))
@@ -162,17 +161,20 @@ def encode(
 
 
 def _fitted(
-    fit: Callable[[torch.Tensor], LinearMap], targets: Sequence[torch.Tensor], *, together: bool
+    fit: Callable[[torch.Tensor], LinearMap], targets: Sequence[torch.Tensor], *, together: bool, told: _Progress
 ) -> Iterator[LinearMap]:
     """The map of each of several ``(n, q)``.
 
     Args:
         together: fit as many at a time as there is room for.
+        told: of those that are fitted at a time, in one go.
     """
     size = targets[0].shape[1]
     at_once = max(1, _TARGETS // size) if together else 1
     for start in range(0, len(targets), at_once):
-        yield from fit(torch.cat(list(targets[start : start + at_once]), 1)).split(size)
+        maps = fit(torch.cat(list(targets[start : start + at_once]), 1)).split(size)
+        told.more(len(maps))
+        yield from maps
 
 
 class _Progress:
@@ -182,9 +184,9 @@ class _Progress:
         self._total, self._log, self._done = total, log, 0
         self._began = self._said = time.monotonic()
 
-    def one_more(self) -> None:
-        """There is one more."""
-        self._done += 1
+    def more(self, number: int) -> None:
+        """There are so many more."""
+        self._done += number
         if (now := time.monotonic()) - self._said > _SECONDS:
             self._said = now
             left = (now - self._began) * (self._total / self._done - 1)
