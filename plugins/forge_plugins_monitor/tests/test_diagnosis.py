@@ -47,6 +47,12 @@ def test_who_does_not_come_is_named_once_the_others_have_had_time_to_time_out():
     )
 
 
+def test_who_does_not_come_and_is_not_late_is_in_an_unknown_place():
+    found = _conclude(Diagnosis({0: sign(**TIMED_OUT), 1: sign(where="")}), 2.0)
+
+    assert found.sentence.endswith("it is in step 7, at an unknown place")
+
+
 def test_a_failed_collective_waits_for_who_may_be_silent():
     diagnosis = Diagnosis({0: sign(**GAVE_UP), 1: sign(SILENCE - 1)})
 

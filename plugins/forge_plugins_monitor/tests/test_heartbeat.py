@@ -1,5 +1,6 @@
 """The signs of life of a rank, alone on its node."""
 
+import faulthandler
 import json
 import os
 
@@ -16,6 +17,10 @@ from forge_plugins_monitor.peers.node_board import NodeBoard
 
 class InTime:
     is_late = is_overdue = False
+
+
+class Late(InTime):
+    is_late = True
 
 
 @pytest.fixture
@@ -51,6 +56,24 @@ def test_a_rank_that_fails_in_the_middle_of_a_beat_still_says_why(group, monkeyp
     heartbeat.close()
 
     assert [entry["failure"] for name, entry in said if name == "0"][-1] == "KeyError: 'a bug'"
+
+
+def test_a_rank_is_not_asked_where_it_is_before_it_is_late(group, monkeypatch):
+    """CPython 3.11 may end the process that asks, if compiled code makes a thread at that moment."""
+    asked = []
+    dump = faulthandler.dump_traceback
+    monkeypatch.setattr(faulthandler, "dump_traceback", lambda *args, **how: asked.append(1) or dump(*args, **how))
+    said = {}
+    for timeout in (InTime(), Late()):
+        heartbeat = Heartbeat(Condition(), timeout)
+        said[timeout.is_late] = heartbeat._board.read("0")["where"], len(asked)
+        heartbeat.own.is_done = True
+        heartbeat.close()
+
+    assert said[False] == ("", 0)
+    where, times = said[True]
+    assert ".py:" in where
+    assert times > 0
 
 
 def test_the_last_word_of_a_node_is_in_the_store_too(group):

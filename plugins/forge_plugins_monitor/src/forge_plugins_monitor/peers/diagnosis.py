@@ -50,6 +50,11 @@ class Sign:
     """Its process has ended, as its node sees."""
 
     @property
+    def where(self) -> str:
+        """Where in the code it is. A rank that is not late does not say."""
+        return str(self.said["where"] or "an unknown place")
+
+    @property
     def is_awaited(self) -> bool:
         """Return whether others may be waiting for it: it has not given up itself, and is not at its end."""
         return not self.said["gave_up"] and not self.said["done"]
@@ -95,7 +100,7 @@ class Diagnosis:
         """Name the ranks that live, and have not given up waiting as others have."""
         return self._finding(
             [
-                (rank, f"is alive and does not come: it is in step {one.said['step']}, at {one.said['where']}")
+                (rank, f"is alive and does not come: it is in step {one.said['step']}, at {one.where}")
                 for rank, one in self._each()
                 if one.is_awaited
             ]
@@ -103,9 +108,9 @@ class Diagnosis:
 
     def waiting(self) -> Finding:
         """Say where all are; first the ranks at a position where few are."""
-        count = Counter(one.said["where"] for _, one in self._each())
-        each = sorted(self._each(), key=lambda entry: count[entry[1].said["where"]])
-        found = self._finding([(rank, f"is in step {one.said['step']}, at {one.said['where']}") for rank, one in each])
+        count = Counter(one.where for _, one in self._each())
+        each = sorted(self._each(), key=lambda entry: count[entry[1].where])
+        found = self._finding([(rank, f"is in step {one.said['step']}, at {one.where}") for rank, one in each])
         wait = "all of them still give signs of life, and wait for each other"
         return Finding(f"{wait}: {found.sentence}" if found else wait)
 

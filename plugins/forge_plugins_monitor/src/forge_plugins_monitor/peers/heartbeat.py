@@ -117,15 +117,15 @@ class Heartbeat:
             self._wake.clear()
 
     def _say(self) -> None:
-        self._count += 1
+        self._count, need = self._count + 1, self._need()
         said = {
             "count": self._count,
             "host": socket.gethostname(),
             "step": self.own.step,
-            "where": self.where,
+            "where": self.where if need else "",  # nobody asks before, and to look at a thread has its risk
             "process": self._process,
             "failure": self.own.failure,
-            "need": self._need(),
+            "need": need,
             "gave_up": self.own.has_given_up,
             "timed_out": self.own.has_timed_out,
             "done": self.own.is_done,
