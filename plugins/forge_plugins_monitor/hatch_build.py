@@ -7,7 +7,7 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 ARCHIVE = "forge_plugins_monitor/pages/text.bz2"
-IN_WHEELS = ("running.md", "checkpoints.md", "slurm.md")
+IN_WHEELS = ("running.md", "slurm.md")
 """What one needs beside a job, perhaps where there is no network. All wheels together have 2 MB: of other pages they
 have the names alone."""
 

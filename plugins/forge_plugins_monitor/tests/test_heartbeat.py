@@ -58,7 +58,7 @@ def test_a_rank_that_fails_in_the_middle_of_a_beat_still_says_why(group, monkeyp
     assert [entry["failure"] for name, entry in said if name == "0"][-1] == "KeyError: 'a bug'"
 
 
-def test_a_rank_is_not_asked_where_it_is_before_it_is_late(group, monkeypatch):
+def test_a_rank_looks_where_it_is_once_it_is_late_and_not_before(group, monkeypatch):
     """CPython 3.11 may end the process that asks, if compiled code makes a thread at that moment."""
     asked = []
     dump = faulthandler.dump_traceback
@@ -74,6 +74,21 @@ def test_a_rank_is_not_asked_where_it_is_before_it_is_late(group, monkeypatch):
     where, times = said[True]
     assert ".py:" in where
     assert times > 0
+
+
+def test_a_rank_in_time_says_where_it_is_as_long_as_another_one_asks(group):
+    heartbeat = Heartbeat(Condition(), InTime())
+    heartbeat.close()  # without its threads
+    watch, said = heartbeat._new_watch(), []
+
+    for is_asked in (True, False):
+        watch._ask(is_asked)
+        heartbeat._say()
+        said.append(heartbeat._board.read("0")["where"])
+
+    heartbeat._board.remove()
+    assert ".py:" in said[0]
+    assert said[1] == ""
 
 
 def test_the_last_word_of_a_node_is_in_the_store_too(group):

@@ -167,7 +167,7 @@ def _fitted(
 
     Args:
         together: fit as many at a time as there is room for.
-        told: of those that are fitted at a time, in one go.
+        told: of all maps that are fitted at a time, in one go.
     """
     size = targets[0].shape[1]
     at_once = max(1, _TARGETS // size) if together else 1

@@ -51,7 +51,7 @@ class Sign:
 
     @property
     def where(self) -> str:
-        """Where in the code it is. A rank that is not late does not say."""
+        """Where in the code it is. A rank says so once it is late, or another one asks."""
         return str(self.said["where"] or "an unknown place")
 
     @property

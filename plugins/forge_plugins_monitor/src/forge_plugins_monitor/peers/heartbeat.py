@@ -17,7 +17,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from forge_core.distributed.collective_errors import run_on_all_ranks, run_on_rank0
 from forge_core.distributed.process_identity import Process
 from forge_plugins_monitor.peers.diagnosis import Finding, Need
-from forge_plugins_monitor.peers.node_board import VERDICT, NodeBoard
+from forge_plugins_monitor.peers.node_board import ASKED, VERDICT, NodeBoard
 from forge_plugins_monitor.peers.node_watch import BEAT, NodeWatch
 from forge_plugins_monitor.peers.position import position_of_thread
 from forge_plugins_monitor.peers.pulses import Pulses
@@ -122,7 +122,7 @@ class Heartbeat:
             "count": self._count,
             "host": socket.gethostname(),
             "step": self.own.step,
-            "where": self.where if need else "",  # nobody asks before, and to look at a thread has its risk
+            "where": self.where if need or self._board.read(ASKED) else "",  # to look at a thread has its risk
             "process": self._process,
             "failure": self.own.failure,
             "need": need,

@@ -15,6 +15,8 @@ from forge_core.errors import ConfigError
 
 VERDICT = "verdict"
 """The file for who is lost."""
+ASKED = "asked"
+"""The file for whether a rank, of this node or another, wants to know where the others are."""
 _RECORD = 4096
 """Bytes. A file has its size from the start: it is overwritten in place, also on a disk that has become full."""
 

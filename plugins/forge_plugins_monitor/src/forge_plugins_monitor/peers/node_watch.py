@@ -17,7 +17,7 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # torch
 
 from forge_core.distributed.process_identity import Process
 from forge_plugins_monitor.peers.diagnosis import Diagnosis, Finding, Need, Sign
-from forge_plugins_monitor.peers.node_board import VERDICT, NodeBoard
+from forge_plugins_monitor.peers.node_board import ASKED, VERDICT, NodeBoard
 from forge_plugins_monitor.peers.pulses import SILENCE, Pulses
 
 BEAT = 1.0
@@ -52,6 +52,8 @@ class NodeWatch:
         self._answered = self._looked = time.monotonic()
         self._asked: float | None = None
         self._is_alarmed = False
+        self._is_asked: bool | None = None
+        """As the ranks of this node have been told."""
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="forge-peers-watch", daemon=True)
 
@@ -97,9 +99,17 @@ class NodeWatch:
                     self._board.write(VERDICT, attrs.asdict(verdict))
                     return
                 self._answered = time.monotonic()
+            self._ask(bool(need) or self._is_alarmed)
             self._ended.wait(BEAT / 4 if need or self._is_alarmed else BEAT)
         with suppress(RuntimeError, OSError):  # their last words: no process may be left on this node to tell of them
             self._publish(self._connected(), self._signs(), Need.NONE, with_signs=True)
+
+    def _ask(self, is_asked: bool) -> None:
+        """Have the ranks of this node say where they are, or no longer."""
+        if is_asked is not self._is_asked:
+            with suppress(OSError):
+                self._board.write(ASKED, is_asked)
+                self._is_asked = is_asked
 
     def _signs(self) -> dict[int, Sign]:
         """Of this node's ranks."""

@@ -19,7 +19,7 @@ def position_of_thread(thread: int) -> str:
     The interpreter writes it down. To hold frames of a thread that goes on is not safe: torch's compiler frees those
     that it runs, and whoever asks a frame for the next one then reads freed memory (CPython 3.11, torch 2.13). The
     interpreter in turn looks at all threads, and reads what is not there yet if compiled code makes one at that very
-    moment (CPython 3.11, ``cframe``): ask where a rank is late, and not now and then.
+    moment (CPython 3.11, ``cframe``): look where somebody must know, and not now and then.
     """
     lines = _written_lines(thread)
     outside = [line for line in lines if not _is_torch(line[0])]
