@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "gpu.py"
-BY_DAY = ("documents", "tests")
+BY_DAY = ("tests",)
 NOT_HERE = {
     "plugins/forge_plugins_monitor/tests/test_gpu_metrics.py::test_a_real_gpu_answers": "the driver's library",
     "plugins/forge_plugins_monitor/tests/test_health.py::test_a_real_gpu_answers": "the driver's library",
