@@ -1,5 +1,6 @@
 """The plan of a save is made once, and again when what is saved is laid out otherwise: on two ranks, in one launch."""
 
+import gc
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -31,6 +32,7 @@ class Saves:
         dist.broadcast_object_list(said)
         store = CheckpointStore(Path(str(said[0])))
         self.saver = Saver(store, torch.device("cpu"), background=True, timeout=60, may_commit=lambda: None)
+        thresholds = gc.get_threshold()
         with planned() as parts:
             self.save(1, first)
             self.save(2, {key: tensor + 1 for key, tensor in first.items()})
@@ -42,6 +44,8 @@ class Saves:
                 failed.append(self.save(6, first))
             self.save(7, first)
         self.saver.close()
+        assert gc.get_threshold() == thresholds
+        assert not self.saver._plan.state_dict, "tensors that training may free"
         return str(said[0]), parts, failed
 
     def save(self, step: int, tensors: Mapping[str, torch.Tensor]) -> str:

@@ -57,7 +57,7 @@ class Patched:
 @click.option("--sites", "patterns", help=f"Names or patterns of what is patched; by default {SITES}.")
 @click.option("--from", "senders", help="In place of --sites: where paths begin, by names or patterns.")
 @click.option("--to", "receivers", help="Where they end: only what goes from --from straight to --to is patched.")
-@click.option("--freeze", help="What no path leads through; by default each blocks.*.attn_out and blocks.*.mlp_out.")
+@click.option("--freeze", help="What no path leads through; by default the outputs of all layers: attn_out, mlp_out.")
 @click.option(
     "--by",
     help="A dimension of the sites or two, as position,head; by default position, and with --from none.",

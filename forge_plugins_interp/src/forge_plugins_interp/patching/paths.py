@@ -17,7 +17,7 @@ from forge_plugins_interp.session import Session
 from forge_plugins_interp.sites import PlacedSite
 from forge_plugins_interp.tidy_table import Row
 
-LAYERS = ("blocks.*.attn_out", "blocks.*.mlp_out")
+_LAYERS = ("blocks.*.attn_out", "blocks.*.mlp_out")
 """The outputs of a block's layers, as most models name them."""
 
 
@@ -92,7 +92,7 @@ def path_sweep(
 def _outputs_of_layers(session: Session) -> Sequence[str]:
     """With those of each modality, as ``blocks.0.text.mlp_out``, and of further layers of a block."""
     names = (name for name in session.sites.here if name.startswith("blocks."))
-    return [name for name in names if name.endswith((".attn_out", ".mlp_out"))] or LAYERS
+    return [name for name in names if name.endswith((".attn_out", ".mlp_out"))] or _LAYERS
 
 
 def _pairs(
