@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Collection, Mapping, Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,7 +24,7 @@ from forge_core.registry.catalog import Catalog
 from forge_core.train.build import build_on_meta
 from forge_plugins_dense.feed_forward_config import MLPConfig
 from forge_plugins_moe.upcycle import UpcycledState, Upcycling
-from forge_plugins_weights.export import write_checkpoint
+from forge_plugins_weights.export import versions_of, write_checkpoint
 
 CHECKPOINT = "checkpoint"
 CONFIG = "train.toml"
@@ -158,11 +157,7 @@ def write_upcycled(
         },
         step=source.step,
         tokens=source.manifest.tokens,
-        versions={
-            "forge-core": version("forge-core"),
-            "torch": str(torch.__version__),
-            **{plugin.distribution: plugin.version for plugin in installed.plugins if plugin.status == "ok"},
-        },
+        versions=versions_of(installed),
         write_more=write_more,
     )
     (out / CONFIG).write_text(dump_job(job))

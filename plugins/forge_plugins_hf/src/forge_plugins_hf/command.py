@@ -101,7 +101,7 @@ def convert(
             folder_of(source),
             out,
             chosen or torch.float32,
-            obj.catalog,
+            obj.catalog(()),
             say,
             config_only=config_only,
             leave_out=leave_out,

@@ -5,11 +5,11 @@ from __future__ import annotations
 import fnmatch
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import attrs
 import torch
 
 from forge_core.checkpoint.state_dict import model_tensors, named_parameters
@@ -24,8 +24,8 @@ from forge_plugins_hf.config_json import INCLUDE, ReadKeys, architecture_in, rea
 from forge_plugins_hf.model_folder import layout_in, recipes_in, table_of, weights_in
 from forge_plugins_hf.shards import Shards, on_meta
 from forge_plugins_hf.tokenizer import FILE, choose_tokenizer, keep_tokenizer, special_tokens_in, token_ids
-from forge_plugins_hf.weight_layout import Recipe
-from forge_plugins_weights.export import write_checkpoint
+from forge_plugins_hf.weight_layout import Recipe, WeightLayout
+from forge_plugins_weights.export import versions_of, write_checkpoint
 
 CHECKPOINT, CONFIG = "checkpoint", "train.toml"
 _SEQ_LEN = 2048
@@ -35,7 +35,7 @@ def to_forge(
     folder: Path,
     out: Path,
     dtype: torch.dtype,
-    catalog: Callable[[Collection[str]], Catalog],
+    catalog: Catalog,
     say: Callable[[str], None],
     *,
     config_only: bool = False,
@@ -62,111 +62,114 @@ def to_forge(
     for path in (out / CHECKPOINT, out / CONFIG):
         if path.exists():
             raise ConfigError(f"{path} exists already; choose another --out, or remove it")
-    installed = catalog(())
-    config = ReadKeys(read_config(folder))
-    architecture = architecture_in(config, folder)
-    layout = layout_in(config, folder, installed, say)
-    table = table_of(layout, config, folder, say)
-    if INCLUDE in config:
-        raise ConfigError(
-            f"{folder} has {', '.join(config[INCLUDE])} alone, which is no model; give it to a run as "
-            "[[checkpoint.load]] path"
-        )
-    tokenizer = choose_tokenizer(folder, config, table["vocab_size"])
-    kept = folder if config_only else out / CHECKPOINT / "tokenizer"
-    data = layout.data_beside(layout.data_table(config, token_ids(folder / FILE)), folder)
-    try:
-        job = _job(table, data, tokenizer, kept / FILE, out, installed, is_pure=dtype == torch.bfloat16)
-    except ConfigError as error:  # which begins with a file and a line that the user has never seen
-        sentence = re.sub(r"^\S*\.toml(:\d+)?: ", "", str(error), flags=re.MULTILINE)
-        raise ConfigError(f"{folder / 'config.json'} means a model that is refused: {sentence}") from error
-    model: Any = build_on_meta(job, table["vocab_size"], ComponentBuilder(installed))
-    shapes = {key.removeprefix("model."): one for key, one in model_tensors(named_parameters([model]), [model]).items()}
-    shards = weights_in(folder, config, layout, dtype, say)
+    theirs = _Described.of(folder, catalog, say)
+    weights, kept = (folder, folder) if config_only else (out / CHECKPOINT, out / CHECKPOINT / "tokenizer")
+    job = theirs.job(out.absolute().name, kept, catalog, is_pure=dtype == torch.bfloat16)
+    model: Any = build_on_meta(job, theirs.vocab_size, ComponentBuilder(catalog))
+    shapes = model_tensors(named_parameters([model]), [model])
+    shards = weights_in(folder, theirs.config, theirs.layout, dtype, say)
     left_out = _left_out(shards.names, leave_out, folder)
-    recipes = recipes_in(folder, layout, job.model.config, shards, left_out.keys())
+    by_name = recipes_in(folder, theirs.layout, job.model.config, shards, left_out.keys())
+    recipes = {key: by_name[key.removeprefix("model.")] for key in shapes}
     _refuse_misfits(shards, recipes, shapes)
     for pattern in leave_out:
         say(f"{folder}: {[*left_out.values()].count(pattern)} tensors are left out by --leave-out {pattern!r}")
-    n_parameters = sum(parameter.numel() for parameter in model.parameters())
-    if config_only:
-        out.mkdir(parents=True, exist_ok=True)
-        (out / CONFIG).write_text(_train_toml(job, folder), encoding="utf-8")
-        return architecture, n_parameters
 
     def make(key: str) -> torch.Tensor:
-        recipe, like = recipes[key.removeprefix("model.")], shapes[key.removeprefix("model.")]
-        made = recipe.make(*(shards.read(name) for name in recipe.reads))
-        return made.to(like.dtype)
+        made = recipes[key].make(*(shards.read(name) for name in recipes[key].reads))
+        return made.to(shapes[key].dtype)
 
     def write_more(unfinished: Path) -> None:
         (unfinished / "job.toml").write_text(dump_job(job), encoding="utf-8")
-        if tokenizer is not None:
+        if theirs.tokenizer is not None:
             keep_tokenizer(folder, unfinished / "tokenizer")
 
-    saved = {"tokenizer": {**tokenizer, "path": FILE}} if tokenizer is not None else {}
-    write_checkpoint(
-        out / CHECKPOINT,
-        {f"model.{name}": one for name, one in shapes.items()},
-        make,
-        state={
-            "step": 0,
-            "vocab_size": table["vocab_size"],
-            "modules": module_versions([model]),
-            "converted": {
-                "source": str(folder.resolve()),
-                "architecture": architecture,
-                "special_tokens": special_tokens_in(config),
-            },
-            **saved,
-        },
-        step=0,
-        tokens=0,
-        versions={
-            "forge-core": version("forge-core"),
-            "torch": str(torch.__version__),
-            **{plugin.distribution: plugin.version for plugin in installed.plugins if plugin.status == "ok"},
-        },
-        write_more=write_more,
-    )
-    (out / CONFIG).write_text(_train_toml(job, out / CHECKPOINT), encoding="utf-8")
-    return architecture, n_parameters
+    if config_only:
+        out.mkdir(parents=True, exist_ok=True)
+    else:
+        state = theirs.state(model)
+        versions = versions_of(catalog)
+        write_checkpoint(weights, shapes, make, state=state, step=0, tokens=0, versions=versions, write_more=write_more)
+    (out / CONFIG).write_text(_train_toml(job, weights), encoding="utf-8")
+    return theirs.architecture, sum(parameter.numel() for parameter in model.parameters())
 
 
-def _job(
-    table: Mapping[str, Any],
-    text: Mapping[str, Any],
-    tokenizer: Mapping[str, Any] | None,
-    kept: Path,
-    out: Path,
-    catalog: Catalog,
-    *,
-    is_pure: bool,
-) -> Job:
-    """A job to go on from, whose data are the user's to choose.
+@attrs.frozen
+class _Described:
+    """A downloaded model, by its ``config.json`` and the files of its tokenizer."""
 
-    Args:
-        text: keys of ``[data]``, where there is a tokenizer.
-        kept: the tokenizer's file, as the run is to read it.
-        is_pure: parameters are in bf16.
-    """
-    import tomli_w
+    folder: Path
+    config: ReadKeys
+    architecture: str
+    layout: WeightLayout
+    table: Mapping[str, Any]
+    """Our ``[model]``."""
+    tokenizer: Mapping[str, Any] | None
 
-    data: dict[str, Any] = {"name": "token_files", "path": "tokens"}
-    if tokenizer is not None:
-        own = {**tokenizer, "path": str(kept.absolute())}
-        data = {"path": "text", **text, "tokenizer": own}
-    job = {
-        "model": dict(table),
-        "data": data,
-        "train": {"steps": 1000, "seq_len": min(_SEQ_LEN, table.get("max_seq_len", _SEQ_LEN))}
-        | ({"precision": "bf16_pure"} if is_pure else {}),
-        "optimizer": {"name": "adamw", "lr": 1e-5},
-    }
-    with TemporaryDirectory() as name:
-        file = Path(name) / f"{out.absolute().name}.toml"
-        file.write_text(tomli_w.dumps(job), encoding="utf-8")
-        return load_job(file, catalog=catalog)
+    @classmethod
+    def of(cls, folder: Path, catalog: Catalog, say: Callable[[str], None]) -> _Described:
+        """
+        Raises:
+            ConfigError: it is no model that we have, or no whole one.
+        """
+        config = ReadKeys(read_config(folder))
+        architecture = architecture_in(config, folder)
+        layout = layout_in(config, folder, catalog, say)
+        table = table_of(layout, config, folder, say)
+        if INCLUDE in config:
+            raise ConfigError(
+                f"{folder} has {', '.join(config[INCLUDE])} alone, which is no model; give it to a run as "
+                "[[checkpoint.load]] path"
+            )
+        tokenizer = choose_tokenizer(folder, config, table["vocab_size"])
+        return cls(folder, config, architecture, layout, table, tokenizer)
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.table["vocab_size"])
+
+    def job(self, name: str, kept: Path, catalog: Catalog, *, is_pure: bool) -> Job:
+        """Make a job to go on from, whose data are the user's to choose.
+
+        Args:
+            name: of its run.
+            kept: the folder that it reads the tokenizer from.
+            is_pure: parameters are in bf16.
+
+        Raises:
+            ConfigError: our model refuses a value.
+        """
+        import tomli_w
+
+        data: dict[str, Any] = {"name": "token_files", "path": "tokens"}
+        text = self.layout.data_beside(self.layout.data_table(self.config, token_ids(self.folder / FILE)), self.folder)
+        if self.tokenizer is not None:
+            data = {"path": "text", **text, "tokenizer": {**self.tokenizer, "path": str((kept / FILE).absolute())}}
+        job = {
+            "model": dict(self.table),
+            "data": data,
+            "train": {"steps": 1000, "seq_len": min(_SEQ_LEN, self.table.get("max_seq_len", _SEQ_LEN))}
+            | ({"precision": "bf16_pure"} if is_pure else {}),
+            "optimizer": {"name": "adamw", "lr": 1e-5},
+        }
+        with TemporaryDirectory() as folder:
+            file = Path(folder) / f"{name}.toml"
+            file.write_text(tomli_w.dumps(job), encoding="utf-8")
+            try:
+                return load_job(file, catalog=catalog)
+            except ConfigError as error:  # which begins with a file and a line that the user has never seen
+                sentence = re.sub(r"^\S*\.toml(:\d+)?: ", "", str(error), flags=re.MULTILINE)
+                raise ConfigError(f"{self.folder / 'config.json'} means a model that is refused: {sentence}") from error
+
+    def state(self, model: torch.nn.Module) -> dict[str, Any]:
+        """The state of a run at step 0, which goes with a checkpoint."""
+        converted = {
+            "source": str(self.folder.resolve()),
+            "architecture": self.architecture,
+            "special_tokens": special_tokens_in(self.config),
+        }
+        state = {"step": 0, "vocab_size": self.vocab_size, "modules": module_versions([model]), "converted": converted}
+        return state if self.tokenizer is None else {**state, "tokenizer": {**self.tokenizer, "path": FILE}}
 
 
 def _left_out(names: Collection[str], patterns: Sequence[str], folder: Path) -> dict[str, str]:

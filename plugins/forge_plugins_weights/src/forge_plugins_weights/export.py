@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from forge_core.checkpoint.fsync import flush, flush_tree
 from forge_core.checkpoint.manifest import lack_of_room, write_manifest
 from forge_core.checkpoint.saver import Snapshot
 from forge_core.errors import ConfigError, ForgeError, SaveError
+from forge_core.registry.catalog import Catalog
 
 
 def write_checkpoint(
@@ -45,7 +47,7 @@ def write_checkpoint(
         make: gives the tensor of a key, on the CPU. It is called once for each, in the order of ``shapes``; two of them
             are in memory at a time at most.
         state: JSON values, as a run saves them.
-        versions: of Forge, torch, and every plugin, by distribution.
+        versions: as ``versions_of`` gives them.
         write_more: called with the folder, for files to go with it (``job.toml``, ``tokenizer/``).
 
     Raises:
@@ -75,6 +77,12 @@ def write_checkpoint(
         raise SaveError(f"cannot write {error.filename or folder}: {error.strerror}") from error
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def versions_of(catalog: Catalog) -> dict[str, str]:
+    """The versions of Forge, torch, and every plugin, by distribution."""
+    plugins = {plugin.distribution: plugin.version for plugin in catalog.plugins if plugin.status == "ok"}
+    return {"forge-core": version("forge-core"), "torch": str(torch.__version__), **plugins}
 
 
 def _write_tensors(
