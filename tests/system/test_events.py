@@ -190,13 +190,13 @@ def test_a_terminal_that_is_closed_means_nothing_to_a_run_that_was_told_to_ignor
 
 
 def test_the_clock_stops_a_run_as_a_signal_does(run):
-    limit = ['run.time_limit="1"', "run.stop_before_end=52", "train.steps=1000000", "checkpoint.interval=0"]
+    limit = ['run.time_limit="1"', "run.stop_before_end=57", "train.steps=1000000", "checkpoint.interval=0"]
 
     code, events = run(*limit)
 
     assert code == 3
     assert [event["event"] for event in events] == ["started", "stopping", "saved", "preempted"]
-    assert (events[1]["lead"], events[-1]["reason"]) == (52, "the time limit")
+    assert (events[1]["lead"], events[-1]["reason"]) == (57, "the time limit")
     assert run.store.steps() == [events[-1]["step"]]
 
 
