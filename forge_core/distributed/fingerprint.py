@@ -16,8 +16,7 @@ from forge_core.config.describe import literal
 from forge_core.config.diff import leaves
 from forge_core.config.sections import Job
 from forge_core.distributed.collective_errors import any_rank, gather, run_on_rank0
-from forge_core.distributed.observers import installed_observers
-from forge_core.distributed.supervision import chosen_supervisor
+from forge_core.distributed.installed import chosen_supervisor, installed_observers
 from forge_core.errors import ConfigError, and_more
 from forge_core.job import components, job_table
 from forge_core.registry.catalog import Catalog

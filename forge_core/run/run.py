@@ -28,8 +28,8 @@ from forge_core.distributed.collective_errors import run_on_all_ranks
 from forge_core.distributed.consensus import Consensus
 from forge_core.distributed.dissemination import disseminate
 from forge_core.distributed.fingerprint import refuse_unequal_ranks
+from forge_core.distributed.installed import build_supervisor
 from forge_core.distributed.mesh import choose_device, join_process_group
-from forge_core.distributed.supervision import build_supervisor
 from forge_core.errors import ConfigError, ExitCode, ForgeError, exit_code_of
 from forge_core.job import job_table
 from forge_core.ops.local_tensor import local_tensor
@@ -38,7 +38,7 @@ from forge_core.run.directory import RunDirectory, describe_environment
 from forge_core.run.fatal import fatal_errors_kept
 from forge_core.run.ownership import Ownership, complete, ownership
 from forge_core.run.resume import restore, restore_tensors
-from forge_core.run.setup import Begun, RunSetup, begin, prepare
+from forge_core.run.setup import RunSetup, begin, prepare
 from forge_core.run.signals import stop_on_signals
 from forge_core.run.summary import EndReport, announce, announce_complete, describe
 from forge_core.run.time_limit import TimeLimit
@@ -83,7 +83,8 @@ def run_job(
     started = time.monotonic()
     signals = ExitStack() if until_the_end is None else nullcontext(until_the_end)
     with _connected(job, catalog) as (device, peers), signals as heeded:
-        begun = _begin(job, catalog, device, peers, dry_run=dry_run)
+        begun = run_on_all_ranks(lambda: begin(job, catalog, device, peers, dry_run=dry_run))
+        peers.beat()
         if begun.is_complete:
             announce_complete(begun)
             if not dry_run:
@@ -127,14 +128,6 @@ def _connected(job: Job, catalog: Catalog) -> Iterator[tuple[torch.device, Super
     finally:
         dist.destroy_process_group()
         peers.close()
-
-
-def _begin(job: Job, catalog: Catalog, device: torch.device, peers: Supervisor, *, dry_run: bool) -> Begun:
-    begun = run_on_all_ranks(lambda: begin(job, catalog, device, peers, dry_run=dry_run))
-    peers.beat()
-    if begun.mesh.world_size > 1 and type(peers) is Supervisor:
-        begun.console.line("no supervisor is installed: a rank that is lost is not named, and exit code 5 is not given")
-    return begun
 
 
 def _build(setup: RunSetup) -> Built:

@@ -26,8 +26,8 @@ from forge_core.contracts.warm_start import WarmStart
 from forge_core.data.loader import BatchLoader
 from forge_core.data.stream import SampleStream
 from forge_core.distributed.collective_errors import run_on_all_ranks, run_on_rank0, run_slowly_on_rank0
+from forge_core.distributed.installed import installed_observers
 from forge_core.distributed.mesh import Mesh, build_mesh
-from forge_core.distributed.observers import installed_observers
 from forge_core.distributed.timeouts import Timeouts
 from forge_core.errors import noting
 from forge_core.job import adding_passes, check_device, sort_passes
@@ -125,6 +125,8 @@ def begin(job: Job, catalog: Catalog, device: torch.device, peers: Supervisor, *
     start = choose_start(resume, found, console.line, directory.events())
     if start.checkpoint is None and start.keeps_until is None and not (dry_run and job.checkpoint.mirror):
         run_on_rank0(lambda: refuse_if_gone(store.path, directory.events()))
+    if mesh.world_size > 1 and type(peers) is Supervisor:
+        console.line("no supervisor is installed: a rank that is lost is not named, and exit code 5 is not given")
     return Begun(
         job=job,
         catalog=catalog,

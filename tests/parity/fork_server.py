@@ -283,7 +283,7 @@ def _receive(connection: socket.socket) -> tuple[Any, list[int]]:
 def _import_everything() -> None:
     import forge_core.commands.run
     import forge_core.run.run  # noqa: F401
-    from forge_core.distributed.observers import installed_observers
+    from forge_core.distributed.installed import installed_observers
     from forge_core.registry.discovery import discover
     from forge_plugins_monitor.schema import job_schema
 

@@ -1,4 +1,4 @@
-"""The supervisor of a run."""
+"""Components that a run has because they are installed: its observers, and a supervisor."""
 
 from __future__ import annotations
 
@@ -13,6 +13,13 @@ from forge_core.contracts.supervisor import Supervisor
 from forge_core.registry.catalog import Catalog
 
 _DEFAULT = "peers"
+"""The supervisor of a job that names none."""
+
+
+def installed_observers(catalog: Catalog) -> list[ComponentRef]:
+    """Return all that are installed, in the same order on all ranks."""
+    names = sorted(one.qualified_name for one in catalog.components("observer"))
+    return [ComponentBuilder(catalog).resolve("observer", name) for name in names]
 
 
 def chosen_supervisor(catalog: Catalog, run: RunSection) -> ComponentRef | None:
