@@ -24,14 +24,9 @@ class AuxiliaryLedger:
     """The factors by which all losses of a step are multiplied, and the sums so far."""
 
     def __init__(self) -> None:
-        self._scale: torch.Tensor | None = None
-        self._token_scale: torch.Tensor | None = None
-        self._own_scales: Mapping[str, torch.Tensor] = {}
-        self._readers = 1
-        self.loss_scale: torch.Tensor | None = None
-        """Multiplies what backward begins with, and nothing that is reported; ``None`` is 1."""
         self._sums: dict[tuple[str, Place], torch.Tensor] = {}
         self._stream_is_shared_out = False
+        self.start_step(None)
 
     def start_run(self) -> None:
         """Forget what passes have said about the model before."""
@@ -43,7 +38,7 @@ class AuxiliaryLedger:
 
     def start_step(
         self,
-        scale: torch.Tensor,
+        scale: torch.Tensor | None,
         readers: int = 1,
         own_scales: Mapping[str, torch.Tensor] | None = None,
         token_scale: torch.Tensor | None = None,
@@ -52,7 +47,7 @@ class AuxiliaryLedger:
         """Forget the last step.
 
         Args:
-            scale: scalar on the device, 1 / targets of the step over all ranks.
+            scale: scalar on the device, 1 / targets of the step over all ranks; ``None`` outside of a step.
             readers: ranks along ``tp``, which all compute what is computed from the place ``"read"``.
             own_scales: the same for losses, by name, that are means over something else.
             token_scale: the same for all tokens but padding, if some of them have no target.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from graphlib import CycleError, TopologicalSorter
+from itertools import permutations
 from math import prod
 from typing import Any
 
@@ -36,9 +37,10 @@ def add_required(
     """
     passes: dict[str, ComponentRef | None] = dict(job.parallel.passes)
     required = required_capabilities(job, world_size)
-    if problems := _typos(passes, catalog):
-        return job, problems
-    switched_off = _switched_off(passes, catalog)
+    off = {key: catalog.providers("parallel_pass", key) for key, use in passes.items() if use is None}
+    if typos := [key for key, meant in off.items() if not meant]:
+        return job, _typo_problems(typos, catalog)
+    switched_off = {one.qualified_name: key for key, meant in off.items() for one in meant}
 
     def unserved() -> dict[str, list[CatalogEntry]]:
         """Each capability that no pass of the job serves yet, with the installed passes that would."""
@@ -64,6 +66,7 @@ def add_required(
     while (needed := _needed(passes, catalog, switched_off)) is not None:
         add(needed)
 
+    problems = []
     for capability, candidates in unserved().items():
         why = _why_unserved(required[capability], capability, candidates, switched_off, catalog)
         problems.append(Problem((), why, at=setting_of(capability)))
@@ -152,11 +155,10 @@ def conflict_problems(job: Job, catalog: Catalog, world_size: int | None = None)
 
 def adding_passes(job: Job, catalog: Catalog) -> dict[str, ComponentRef]:
     """The passes of the job that add parameters, by their keys in ``[parallel.passes]``."""
-    chosen = {key: use for key, use in job.parallel.passes.items() if use is not None}
     return {
         key: use
-        for key, use in chosen.items()
-        if _declared(catalog.lookup("parallel_pass", use.qualified_name)).adds_parameters
+        for key, use in job.parallel.passes.items()
+        if use is not None and _declared(catalog.lookup("parallel_pass", use.qualified_name)).adds_parameters
     }
 
 
@@ -220,26 +222,13 @@ def _needed(passes: Mapping[str, ComponentRef | None], catalog: Catalog, off: Co
     return None
 
 
-def _typos(passes: Mapping[str, ComponentRef | None], catalog: Catalog) -> list[Problem]:
-    """Keys that switch off a pass which there is not."""
-    wrong = [key for key, use in passes.items() if use is None and not catalog.providers("parallel_pass", key)]
-    if not wrong:
-        return []
+def _typo_problems(keys: Iterable[str], catalog: Catalog) -> list[Problem]:
+    """Each key switches off a pass which there is not."""
     from forge_core.registry.suggestions import why_no_component  # a dear import, for the sad path only
 
     path, kind = ("parallel", "passes"), "parallel_pass"
     allowed = {"enum": [one.component.name for one in catalog.components(kind)]}
-    return [Problem((*path, key), why_no_component(catalog, kind, key), allowed=allowed) for key in wrong]
-
-
-def _switched_off(passes: Mapping[str, ComponentRef | None], catalog: Catalog) -> dict[str, str]:
-    """The passes that ``<key> = false`` keeps out, by qualified name, with that key."""
-    return {
-        one.qualified_name: key
-        for key, use in passes.items()
-        if use is None
-        for one in catalog.providers("parallel_pass", key)
-    }
+    return [Problem((*path, key), why_no_component(catalog, kind, key), allowed=allowed) for key in keys]
 
 
 def _why_unserved(
@@ -272,20 +261,15 @@ def _repeated(declared: Collection[Declaration]) -> list[Problem]:
 
 def _against_phases(declared: Collection[Declaration]) -> list[Problem]:
     problems = []
-    for _, component in declared:
-        for _, other in declared:
-            own, others = _index(component.phase), _index(other.phase)
-            for wish, names, impossible in (
-                ("after", component.after, own < others),
-                ("before", component.before, own > others),
-            ):
-                if impossible and names_of(other) & set(names):
-                    sentence = (
-                        f"it says that it comes {wish} '{other.name}', but its phase '{component.phase}' comes "
-                        f"{'before' if own < others else 'after'} '{other.phase}'. This is a bug in one of the two "
-                        "plugins."
-                    )
-                    problems.append(Problem(("parallel", "passes", component.name), sentence))
+    for (_, component), (_, other) in permutations(declared, 2):
+        own, others = _index(component.phase), _index(other.phase)
+        impossible, comes = ("after", "before") if own < others else ("before", "after")
+        if own != others and names_of(other) & set(getattr(component, impossible)):
+            sentence = (
+                f"it says that it comes {impossible} '{other.name}', but its phase '{component.phase}' comes {comes} "
+                f"'{other.phase}'. This is a bug in one of the two plugins."
+            )
+            problems.append(Problem(("parallel", "passes", component.name), sentence))
     return problems
 
 
