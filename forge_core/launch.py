@@ -18,7 +18,7 @@ import torch
 from forge_core.checkpoint.store import CheckpointStore
 from forge_core.distributed.launcher import LocalRanks
 from forge_core.errors import INTERRUPTED, ConfigError, ExitCode
-from forge_core.run.directory import ENDS, RunDirectory
+from forge_core.run.directory import RunDirectory
 from forge_core.run.fatal import note_end, signal_words
 from forge_core.run.process import hard_exit
 from forge_core.run.signals import LAUNCH_FOLDER, SignalsForRanks, is_in_foreground, leave_file, stacks_file
@@ -87,7 +87,7 @@ def launch(ranks: Ranks, *, max_restarts: int, checkpoints: Path, until_the_end:
         ended = _launch_once(ranks, signals)
         if ended.killed_by:
             words = signal_words(ended.killed_by)
-            note_end(checkpoints.parent, f"a rank was killed by {words}", ended.code, ENDS)
+            note_end(checkpoints.parent, f"a rank was killed by {words}", ended.code)
         newest = _newest(checkpoints)
         if signals.leaves or ended.code in _FINAL:
             return ended.code

@@ -157,8 +157,7 @@ class RunDirectory:
 
     def write_event(self, event: str, **facts: Any) -> None:
         """One line of ``events.jsonl``, where those of all attempts stay: when, what, and more about it."""
-        now = datetime.now(UTC).isoformat(timespec="milliseconds")
-        self._append("events.jsonl", json.dumps({"time": now, "event": event, **facts}))
+        self._append("events.jsonl", event_line(event, **facts))
 
     def events(self) -> list[dict[str, Any]]:
         """The events of all attempts so far, on rank 0."""
@@ -195,6 +194,12 @@ class RunDirectory:
             self._complained_of.add(file)
             kept = "lines are kept in memory until it works again"
             print(f"cannot write to {file.path}: {error.strerror}; {kept}", file=sys.stderr)
+
+
+def event_line(event: str, **facts: Any) -> str:
+    """A line of ``events.jsonl``, of now."""
+    now = datetime.now(UTC).isoformat(timespec="milliseconds")
+    return json.dumps({"time": now, "event": event, **facts})
 
 
 def describe_environment(

@@ -9,9 +9,9 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from datetime import UTC, datetime
 from pathlib import Path
 
+from forge_core.run.directory import ENDS, event_line
 from forge_core.run.line_file import LineFile
 
 SIGNAL_WORDS = {
@@ -52,17 +52,15 @@ def fatal_errors_kept(run_directory: Path, rank: int) -> Iterator[None]:
             path.parent.rmdir()
 
 
-def note_end(run_directory: Path, error: str, exit_code: int, ends: tuple[str, ...]) -> None:
+def note_end(run_directory: Path, error: str, exit_code: int) -> None:
     """The event ``failed`` of a start that could not write it itself."""
     path = run_directory / "events.jsonl"
     try:
         last = json.loads(path.read_bytes().splitlines()[-1])
-        if last["event"] in ends:
+        if last["event"] in ENDS:
             return
-        now = datetime.now(UTC).isoformat(timespec="milliseconds")
-        event = {"time": now, "event": "failed", "step": last["step"], "error": error, "exit_code": exit_code}
         file = LineFile(path)
-        file.append(json.dumps(event))
+        file.append(event_line("failed", step=last["step"], error=error, exit_code=exit_code))
         file.close()
     except (OSError, ValueError, LookupError, TypeError):
         return  # nothing had begun, or the disk is what has failed

@@ -50,17 +50,8 @@ class Holder:
         return f"process {self.process} on {self.host}{job}"
 
     @property
-    def is_here(self) -> bool:
-        """Return whether this process could see it."""
-        return self._identity.is_here
-
-    @property
-    def is_running(self) -> bool:
-        """Only of a process that is here."""
-        return self._identity.is_running
-
-    @property
-    def _identity(self) -> Process:
+    def identity(self) -> Process:
+        """Tells whether it still runs."""
         return Process(self.machine, self.process, self.started)
 
 
@@ -195,7 +186,8 @@ def refuse_if_held(run_directory: Path) -> Sign | None:
 
 def _refuse_if_alive(path: Path, found: Sign) -> None:
     who, _ = found
-    if who.is_running if who.is_here else _changes(path, found):
+    is_alive = who.identity.is_running if who.identity.is_here else _changes(path, found)
+    if is_alive:
         raise ConfigError(f"another process is training in {path.parent}: {who}; stop it, or choose another run.name")
 
 

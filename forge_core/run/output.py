@@ -57,9 +57,9 @@ class _Lossy:
         return getattr(self._stream, name)
 
 
-def _lossy(stream: TextIO | None) -> TextIO:
-    lossy: Any = _Lossy(open(os.devnull, "w") if stream is None else stream)  # noqa: PTH123, SIM115 - to the very end
-    return lossy  # type: ignore[no-any-return]  # it has everything that a stream has
+def _lossy(stream: TextIO | None) -> Any:
+    """It has everything that a stream has."""
+    return _Lossy(open(os.devnull, "w") if stream is None else stream)  # noqa: PTH123 - to the very end
 
 
 def _fill_standard_places() -> None:

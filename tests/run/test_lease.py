@@ -156,8 +156,8 @@ def test_a_process_number_that_is_used_again_is_another_process(tmp_path):
     holder = lease._own
     lease.give_back()
 
-    assert holder.is_running
-    assert not attrs.evolve(holder, started="1").is_running
+    assert holder.identity.is_running
+    assert not attrs.evolve(holder, started="1").identity.is_running
 
 
 def test_a_rank_that_does_not_see_the_directory_of_the_first_one_is_refused(tmp_path, monkeypatch):
