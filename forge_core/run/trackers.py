@@ -79,9 +79,10 @@ class Trackers:
         """By namespace, to be saved: each after all lines that have been logged. That of one that has failed, or that
         is not done with them in time, stays as it was: its run goes on at the next start."""
         by = time.monotonic() + self._patience
-        asked = [(one, one.ask_for_state()) for one in self._served]
+        asked = [(one, one.ask(one.take_state)) for one in self._served if one.has_state]
         for one, answered in asked:
-            one.wait_for_state(answered, by)
+            if not answered.wait(max(0.0, by - time.monotonic())):
+                one.complain("is not done with its lines in time (run.trackers_timeout); its state is saved as it was")
         return {one.namespace: one.state for one in self._served if one.state}
 
     def close(self, outcome: str) -> None:
@@ -89,16 +90,6 @@ class Trackers:
         closing = [(one, one.begin_to_close(outcome)) for one in self._served]
         for one, closed in closing:
             one.wait_until_closed(closed, by)
-
-
-@attrs.frozen(eq=False)
-class _Work:
-    """A request to a tracker."""
-
-    do: Callable[[], object]
-    is_last: bool = False
-    done: Event = attrs.field(factory=Event, init=False)
-    """Also when it has failed, or had failed before."""
 
 
 @attrs.define(eq=False)
@@ -114,74 +105,67 @@ class _Served:
     is_built: Event = attrs.field(init=False)
     _tracker: Tracker = attrs.field(init=False)
     """There once it is built."""
-    _asked: Queue[_Work] = attrs.field(factory=Queue, init=False)
+    _asked: Queue[tuple[Callable[[], object], Event] | None] = attrs.field(factory=Queue, init=False)
+    """Requests, each with what is set when it is done, also if it has failed, or had failed before; then ``None``."""
     _has_failed: bool = attrs.field(default=False, init=False)
-    _has_state: bool = attrs.field(default=False, init=False)
+    has_state: bool = attrs.field(default=False, init=False)
     _is_named: bool = attrs.field(default=False, init=False)
     _not_given: int = attrs.field(default=0, init=False)
 
     def __attrs_post_init__(self) -> None:
-        self.is_built = self._ask(self._build)
+        self.is_built = self.ask(self._build)
         Thread(target=self._serve, name=f"forge-{self.name}", daemon=True).start()
 
     def give_line(self, line: Callable[[Tracker], object]) -> None:
         if self._asked.qsize() < _WAITING:
-            self._ask(lambda: self._timed(line))
+            self.ask(lambda: self._timed(line))
         else:
             self._not_given += 1
 
-    def ask_for_state(self) -> Event | None:
-        """It will be in ``state``; it is there already if this tracker has none."""
-        return self._ask(self._take_state) if self._has_state else None
-
-    def wait_for_state(self, answered: Event | None, by: float) -> None:
-        if answered is not None and not answered.wait(max(0.0, by - time.monotonic())):
-            self._complain("is not done with its lines in time (run.trackers_timeout); its state is saved as it was")
-
     def begin_to_close(self, outcome: str) -> Event:
-        return self._ask(lambda: self._tracker.close(outcome), is_last=True)
+        closed = self.ask(lambda: self._tracker.close(outcome))
+        self._asked.put(None)
+        return closed
 
     def wait_until_closed(self, closed: Event, by: float) -> None:
         if not closed.wait(max(0.0, by - time.monotonic())):
-            n_left = self._asked.qsize()
+            n_left = max(0, self._asked.qsize() - 1)  # without the mark of the end
             self.say(f"{self.name} is not done in time (run.trackers_timeout) and is left, with {n_left} lines or more")
         if self._not_given:
             self.say(f"{self.name} was not given {self._not_given} lines, as it was {_WAITING} behind")
 
-    def _ask(self, do: Callable[[], object], *, is_last: bool = False) -> Event:
-        work = _Work(do, is_last)
-        self._asked.put(work)
-        return work.done
+    def ask(self, do: Callable[[], object]) -> Event:
+        done = Event()
+        self._asked.put((do, done))
+        return done
 
     def _serve(self) -> None:
-        is_last = False
-        while not is_last:
-            work = self._asked.get()
+        while (request := self._asked.get()) is not None:
+            do, done = request
             try:
                 if not self._has_failed:
-                    work.do()
+                    do()
             except BaseException as error:  # noqa: BLE001 - an error of a third party must not stop training
                 self.say(f"{self.name} failed and is not asked again: {type(error).__name__}: {error}")
-                self._has_failed, self._has_state = True, False
-            is_last = work.is_last
-            work.done.set()
+                self._has_failed, self.has_state = True, False
+            done.set()
 
     def _build(self) -> None:
         self._tracker = self.build()
         if self.state:
             self._tracker.load_state(self.state["state"], self.state["version"])
-        self._has_state = type(self._tracker).state is not Tracker.state
+        self.has_state = type(self._tracker).state is not Tracker.state
 
-    def _take_state(self) -> None:
+    def take_state(self) -> None:
         self.state = state_entry(self.namespace, self._tracker) or self.state
 
     def _timed(self, line: Callable[[Tracker], object]) -> None:
         started = time.monotonic()
         line(self._tracker)
         if (seconds := time.monotonic() - started) > SLOW_LINE:
-            self._complain(f"takes {seconds:.1f} s for a line; training does not wait for it")
+            self.complain(f"takes {seconds:.1f} s for a line; training does not wait for it")
 
-    def _complain(self, what: str) -> None:
+    def complain(self, what: str) -> None:
         """Once."""
         if not self._is_named:
             self._is_named = True
