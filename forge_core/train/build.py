@@ -314,22 +314,17 @@ def materialise(
 
 def allocate(model: nn.Module, device: torch.device, *, on_host: bool = False) -> None:
     """Give every tensor memory, as ``materialise``; what is in it is undefined."""
-    tied = _tied_parameters(model)
-    model.to_empty(device="cpu" if on_host else device)  # replaces each parameter once a module, which unties them
-    for (owner, name), *others in tied:
-        for other, other_name in others:
-            setattr(other, other_name, getattr(owner, name))
-    for module in model.modules() if on_host else ():
-        for name, buffer in module.named_buffers(recurse=False):
-            setattr(module, name, torch.empty_like(buffer, device=device))
-
-
-def _tied_parameters(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
     places: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             places.setdefault(id(parameter), []).append((module, name))
-    return [group for group in places.values() if len(group) > 1]
+    model.to_empty(device="cpu" if on_host else device)  # replaces each parameter once a module, which unties them
+    for (owner, name), *tied in places.values():
+        for other, other_name in tied:
+            setattr(other, other_name, getattr(owner, name))
+    for module in model.modules() if on_host else ():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, torch.empty_like(buffer, device=device))
 
 
 def build_optimizer(job: Job, model: BuiltModel, build: ComponentBuilder) -> torch.optim.Optimizer:

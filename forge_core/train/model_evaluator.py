@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Literal
 
+import attrs
 import torch
 
 from forge_core.contracts.batch import NamesSources
@@ -29,35 +30,27 @@ class GivenUpError(Exception):
     """The run is to stop: a part of the data is not what was asked for. Raised on all ranks alike."""
 
 
+@attrs.define(slots=False, eq=False)
 class ModelEvaluator:
-    """The ``EvaluationContext`` of the contract.
+    """The ``EvaluationContext`` of the contract."""
 
-    Args:
-        after_batch: called with each batch; returns whether to give up, on all ranks the same.
-        in_place: a context in which the parameters are those to be evaluated.
-    """
+    _context: PassContext
+    _model: BuiltModel
+    tokenizer: Tokenizer | None
+    log: Callable[[str], None]
+    _after_batch: Callable[[Batch], bool] = lambda batch: False
+    """Called with each batch; returns whether to give up, on all ranks the same."""
+    _in_place: Callable[[], AbstractContextManager[None]] = nullcontext
+    """A context in which the parameters are those to be evaluated."""
 
-    def __init__(
-        self,
-        context: PassContext,
-        model: BuiltModel,
-        tokenizer: Tokenizer | None,
-        log: Callable[[str], None],
-        after_batch: Callable[[Batch], bool] = lambda batch: False,
-        in_place: Callable[[], AbstractContextManager[None]] = nullcontext,
-    ) -> None:
-        self.job = context.job
-        self.rank = context.mesh.rank
-        self.world_size = context.mesh.world_size
-        self.device = context.device
-        self.tokenizer = tokenizer
-        self.log = log
-        self.parts = model.parts
-        self.mesh: RanksByAxis = context.mesh
-        self._mesh = context.mesh
-        self._model = model
-        self._after_batch = after_batch
-        self._in_place = in_place
+    def __attrs_post_init__(self) -> None:
+        self.job = self._context.job
+        self.device = self._context.device
+        self.parts = self._model.parts
+        self._mesh = self._context.mesh
+        self.mesh: RanksByAxis = self._mesh
+        self.rank = self._mesh.rank
+        self.world_size = self._mesh.world_size
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:

@@ -218,7 +218,7 @@ class Saving:
         with self._waiting():
             self.saver.save(self._snapshot())
         if not self.run.job.checkpoint.background:
-            self._finish(must_succeed)
+            self.finish(must_succeed=must_succeed)
 
     def restart(self) -> None:
         """Forget that a save was put off: the run is at another step now."""
@@ -229,21 +229,21 @@ class Saving:
         self.saver.wait_until_copied()
         self.mirror.wait_until_copied()
 
+    def finish_run(self) -> None:
+        """Wait for the last save and the mirror. Raises as ``finish`` does."""
+        self.finish(must_succeed=True)
+        with self._waiting():
+            self.mirror.finish_run()
+
     def finish(self, *, must_succeed: bool = False) -> None:
         """Wait for the save that is under way, if there is one.
 
         Args:
-            must_succeed: at the end of the run; the mirror is waited for, too.
+            must_succeed: it is the last one of the run, which is tried again.
 
         Raises:
             ForgeError: it has failed, and the run cannot go on without it.
         """
-        self._finish(must_succeed)
-        if must_succeed:
-            with self._waiting():
-                self.mirror.finish_run()
-
-    def _finish(self, must_succeed: bool) -> None:
         self.mirror.wait_until_copied()
         with self._waiting():
             saved = self.saver.finish()

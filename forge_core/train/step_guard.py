@@ -61,6 +61,11 @@ class _Found:
     numbers: Sequence[int]
     """Positions of this rank's samples in the data."""
 
+    def facts(self) -> dict[str, Any]:
+        """Return what an event has of it."""
+        facts = attrs.asdict(self, filter=attrs.filters.exclude("numbers"))
+        return facts | {"gradients": self.gradients[:_LISTED], "n_gradients": len(self.gradients)}
+
 
 class StepGuard:
     """All ranks call the same methods at the same steps.
@@ -239,16 +244,7 @@ class StepGuard:
             step=checked.step,
             reason=reason,
             ranks=len(found),
-            found=[
-                {
-                    "rank": one.rank,
-                    "loss": one.loss,
-                    "inputs": one.inputs,
-                    "gradients": one.gradients[:_LISTED],
-                    "n_gradients": len(one.gradients),
-                }
-                for one in found[:_LISTED]
-            ],
+            found=[one.facts() for one in found[:_LISTED]],
             samples=ranges,
             origin=None if origin is None else attrs.asdict(origin),
         )

@@ -218,7 +218,7 @@ class Trainer:
     def _finish(self) -> str:
         run = self.run
         self.metrics.log_pending()
-        self.saving.finish(must_succeed=True)
+        self.saving.finish_run()
         stopped = run.consensus.reason() if self.step < run.job.train.steps else ""
         run.emit("run_end", step=self.step, stopped=stopped)
         return stopped
