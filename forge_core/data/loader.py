@@ -72,8 +72,9 @@ class BatchLoader(Iterator[list[Batch]], AbstractContextManager["BatchLoader"]):
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="forge-data") if workers else None
         self._ahead: deque[Future[Batch]] = deque()
         self._closed = False
-        self.restart(stream, position)
-        self._cut(dp_rank, dp_size)
+        self.stream = stream
+        self.position = position
+        self.deal(dp_rank, dp_size)
 
     def __next__(self) -> list[Batch]:
         """Return the next step's microbatches.
@@ -102,7 +103,24 @@ class BatchLoader(Iterator[list[Batch]], AbstractContextManager["BatchLoader"]):
         Raises:
             ConfigError: as the constructor.
         """
-        self._cut(dp_rank, dp_size)
+        batch_size, grad_accumulation, source = self._batch_size, self._grad_accumulation, self.stream.source
+        self.samples_per_step = batch_size * grad_accumulation * dp_size
+        samples = None if isinstance(source, PositionedSource) else len(source)
+        if samples is not None and samples < self.samples_per_step:
+            raise ConfigError(
+                f"the training data have {samples} samples, fewer than the {self.samples_per_step} of one "
+                f"step (batch_size {batch_size} × grad_accumulation {grad_accumulation} × {dp_size} data-parallel "
+                f"rank{'s' * (dp_size > 1)}). Use more data, shorter sequences or smaller batches."
+            )
+        offsets = np.arange(self.samples_per_step)
+        if (streams := self.stream.streams) is None:
+            self._offsets = offsets.reshape(grad_accumulation, dp_size, batch_size)[:, dp_rank]
+        else:
+            _refuse_to_deal(streams.n_streams, dp_size, self.samples_per_step)
+            steps = self._prefetch // grad_accumulation + 2  # begun, or asked for, at a time
+            streams.ahead = steps * self.samples_per_step // streams.n_streams
+            by_stream = offsets.reshape(-1, streams.n_streams).T
+            self._offsets = by_stream.reshape(dp_size, grad_accumulation, batch_size)[dp_rank]
         self.restart(self.stream, self.position)
 
     def restart(self, stream: SampleStream, position: int) -> None:
@@ -112,7 +130,7 @@ class BatchLoader(Iterator[list[Batch]], AbstractContextManager["BatchLoader"]):
         self._ahead.clear()
         self.stream = stream
         self.position = position
-        self._next = (position, 0)
+        self._to_read = _microbatches_from(position, self._offsets, self.samples_per_step)
 
     def numbers_of_step(self, start: int) -> list[int]:
         """Where this rank's samples of the step that starts at position ``start`` are in the whole stream."""
@@ -144,45 +162,29 @@ class BatchLoader(Iterator[list[Batch]], AbstractContextManager["BatchLoader"]):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _cut(self, dp_rank: int, dp_size: int) -> None:
-        batch_size, grad_accumulation, source = self._batch_size, self._grad_accumulation, self.stream.source
-        self.samples_per_step = batch_size * grad_accumulation * dp_size
-        samples = None if isinstance(source, PositionedSource) else len(source)
-        if samples is not None and samples < self.samples_per_step:
-            raise ConfigError(
-                f"the training data have {samples} samples, fewer than the {self.samples_per_step} of one "
-                f"step (batch_size {batch_size} × grad_accumulation {grad_accumulation} × {dp_size} data-parallel "
-                f"rank{'s' * (dp_size > 1)}). Use more data, shorter sequences or smaller batches."
-            )
-        offsets = np.arange(self.samples_per_step)
-        if (streams := self.stream.streams) is None:
-            self._offsets = offsets.reshape(grad_accumulation, dp_size, batch_size)[:, dp_rank]
-        else:
-            _refuse_to_deal(streams.n_streams, dp_size, self.samples_per_step)
-            steps = self._prefetch // grad_accumulation + 2  # begun, or asked for, at a time
-            streams.ahead = steps * self.samples_per_step // streams.n_streams
-            by_stream = offsets.reshape(-1, streams.n_streams).T
-            self._offsets = by_stream.reshape(dp_size, grad_accumulation, batch_size)[dp_rank]
-
     def _next_microbatch(self) -> Batch:
         if self._pool is None:
-            return self._read(self._advance())
+            return self._read(next(self._to_read))
         while len(self._ahead) <= self._prefetch:  # the one that is asked for, and those ahead of it
-            self._ahead.append(self._pool.submit(self._read, self._advance()))
+            self._ahead.append(self._pool.submit(self._read, next(self._to_read)))
         return self._ahead.popleft().result()
-
-    def _advance(self) -> np.ndarray:
-        start, number = self._next
-        is_last = number + 1 == self._grad_accumulation
-        self._next = (start + self.samples_per_step, 0) if is_last else (start, number + 1)
-        positions: np.ndarray = start + self._offsets[number]
-        return positions
 
     def _read(self, positions: np.ndarray) -> Batch:
         with noting(f"raised while the samples at positions {positions[0]} to {positions[-1]} were read"):
             batch = _tensors(self.stream.read(positions))
             _refuse_samples(batch, positions, self.stream.source.vocab_size)
         return {name: tensor.pin_memory() for name, tensor in batch.items()} if self._pin_memory else batch
+
+
+def _microbatches_from(start: int, offsets: np.ndarray, samples_per_step: int) -> Iterator[np.ndarray]:
+    """The positions of each microbatch from that of a step on.
+
+    Args:
+        offsets: of each microbatch's samples in its step.
+    """
+    while True:
+        yield from start + offsets
+        start += samples_per_step
 
 
 def _refuse_samples(batch: Batch, positions: np.ndarray, vocab_size: int) -> None:

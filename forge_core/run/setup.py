@@ -189,6 +189,7 @@ def prepare(begun: Begun) -> RunSetup:
         ]
     )
     peers.calling = lambda: events.calling
+    tokens_per_step = cast("int", job.train.global_batch_size) * job.train.seq_len  # set by with_global_batch
     return RunSetup(
         **{**attrs.asdict(begun, recurse=False), "job": job},
         build=build,
@@ -201,7 +202,7 @@ def prepare(begun: Begun) -> RunSetup:
         entries=entries,
         vocab_size=choose_vocab_size(job, source),
         schedule=checked_schedule(
-            build(job.scheduler, total_steps=job.train.steps, tokens_per_step=_tokens_per_step(job)),
+            build(job.scheduler, total_steps=job.train.steps, tokens_per_step=tokens_per_step),
             build.words_for(job.scheduler),
             job.train.steps,
         ),
@@ -210,11 +211,6 @@ def prepare(begun: Begun) -> RunSetup:
         warm_start=warm_start,
         accumulation_asked_for=accumulation_asked_for,
     )
-
-
-def _tokens_per_step(job: Job) -> int:
-    assert job.train.global_batch_size, "set by with_global_batch"
-    return job.train.global_batch_size * job.train.seq_len
 
 
 def _loader(job: Job, source: Source, begun: Begun) -> BatchLoader:
