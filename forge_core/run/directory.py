@@ -41,8 +41,8 @@ class RunDirectory:
         self.job_file = self.path / "job.toml"
         """The job of the last start."""
         self._writes = writes
-        self._files: dict[str, LineFile | None] = dict.fromkeys(("metrics.jsonl", "events.jsonl", "log.txt"))
-        """Those of lines, as long as they are open."""
+        self._files: dict[str, LineFile] = {}
+        """Those of lines that are open: metrics.jsonl, events.jsonl, log.txt."""
         self._said_before: list[str] = []
         self._complained_of: set[LineFile] = set()
 
@@ -82,26 +82,23 @@ class RunDirectory:
             ConfigError: the directory cannot be written to after all.
         """
         try:
-            self._open(job, environment, resumed_step)
+            make_folder(self.checkpoints)
+            for name in ("log.txt", "events.jsonl"):
+                self._files[name] = LineFile(self.path / name)
+            if (self.path / "log.txt").stat().st_size:
+                self._append("log.txt", BETWEEN_STARTS)
+            for line in self._said_before:
+                self._append("log.txt", line)
+            write_durably(self.job_file, dump_job(job))
+            write_durably(self.path / "environment.json", json.dumps(environment, indent=2) + "\n")
+            self.forget_after(resumed_step)
+            flush(self.path)  # from here on, a power cut leaves nothing that says less than this
         except OSError as error:
             raise ConfigError(f"run.dir: cannot write {error.filename or self.path}: {error.strerror}") from error
 
-    def _open(self, job: Job, environment: Mapping[str, Any], resumed_step: int) -> None:
-        make_folder(self.checkpoints)
-        for name in ("log.txt", "events.jsonl"):
-            self._files[name] = LineFile(self.path / name)
-        if (self.path / "log.txt").stat().st_size:
-            self._append("log.txt", BETWEEN_STARTS)
-        for line in self._said_before:
-            self._append("log.txt", line)
-        write_durably(self.job_file, dump_job(job))
-        write_durably(self.path / "environment.json", json.dumps(environment, indent=2) + "\n")
-        self.forget_after(resumed_step)
-        flush(self.path)  # from here on, a power cut leaves nothing that says less than this
-
     def forget_after(self, step: int) -> None:
         """Take the lines about later steps out of ``metrics.jsonl``: that work is being done again."""
-        if (before := self._files["metrics.jsonl"]) is not None:
+        if (before := self._files.get("metrics.jsonl")) is not None:
             before.sync()
             before.close()
         metrics = self.path / "metrics.jsonl"
@@ -136,11 +133,10 @@ class RunDirectory:
         """Make all written so far survive a power cut. A disk that does not take it is complained about, and no
         reason to go without a checkpoint."""
         for file in self._files.values():
-            if file is not None:
-                try:
-                    file.sync()
-                except OSError as error:
-                    self._complain(file, error)
+            try:
+                file.sync()
+            except OSError as error:
+                self._complain(file, error)
 
     def write_metrics(self, values: Mapping[str, float]) -> None:
         """One line. A value that is not finite becomes null: JSON has no word for it."""
@@ -151,7 +147,7 @@ class RunDirectory:
         """With the local time. What is said before the directory is opened is written when it is."""
         now = datetime.now().strftime("%Y-%m-%d %H:%M:%S")  # as people's clocks show it
         line = "\n".join(f"{now}  {part}" for part in line.split("\n"))
-        if self._files["log.txt"] is None and self._writes:
+        if self._writes and "log.txt" not in self._files:
             self._said_before.append(line)
         self._append("log.txt", line)
 
@@ -173,14 +169,14 @@ class RunDirectory:
             write_durably(self.path / name, json.dumps(facts, indent=1) + "\n")
 
     def close(self) -> None:
-        files, self._files = self._files, dict.fromkeys(self._files)
-        if missing := {name: n for name, file in files.items() if file is not None and (n := file.close())}:
+        files, self._files = self._files, {}
+        if missing := {name: n for name, file in files.items() if (n := file.close())}:
             counted = ", ".join(f"{n} of {name}" for name, n in missing.items())
             print(f"lines are missing in {self.path}, which could not be written: {counted}", file=sys.stderr)
 
     def _append(self, name: str, line: str) -> None:
         """To a file that is open. A disk that is full must not end a run that could go on."""
-        if (file := self._files[name]) is None:
+        if (file := self._files.get(name)) is None:
             return
         try:
             file.append(line)
