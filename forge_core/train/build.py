@@ -146,7 +146,7 @@ def build_model(
     for part in parts:
         fill(part, device, job.train.seed)
     loss = CheckedLoss(build(job.loss), build.words_for(job.loss), context.entries)
-    _refuse_loss(model, loss, job.model.qualified_name, has_weights="weights" in context.entries)
+    loss.refuse_model(model, job.model.qualified_name, context.entries)
     executor = split.executor(parts, loss, context) if split else PlainExecutor(parts[0], loss)
     own = [name for name, entry in context.entries.items() if entry is not None and entry.wanted_by != "model"]
     if own and not getattr(executor, "binds_loss", False):
@@ -200,27 +200,6 @@ def _refuse_entries(model: nn.Module, entries: Mapping[str, Entry | None], name:
                 f"data: the model {name} needs the entry {one.name!r} in batches, which have {', '.join(entries)}. "
                 "Choose other data, or another model."
             )
-
-
-def _refuse_loss(model: nn.Module, loss: CheckedLoss, name: str, *, has_weights: bool) -> None:
-    """
-    Args:
-        has_weights: whether batches have weights of targets.
-
-    Raises:
-        ConfigError: the loss takes no weights, or the model has targets that these, or entries that the loss takes, are
-            not for.
-    """
-    if getattr(model, "n_predictors", 0):
-        loss.refuse_targets_ahead(name)
-    if not has_weights:
-        return
-    loss.refuse_weights()
-    if getattr(model, "n_predictors", 0):
-        raise ConfigError(
-            f"data: batches have weights of targets, which {name} cannot give to its targets of tokens ahead; choose "
-            "data without weights, or a model that predicts the next token alone"
-        )
 
 
 def _refuse_too_large(parts: Sequence[nn.Module], device: torch.device) -> None:

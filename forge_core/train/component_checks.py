@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from numbers import Real
 from typing import Any
@@ -98,16 +98,29 @@ class CheckedLoss:
                 self._look_into(loss, hidden, head, targets)
             return self._sum(loss, hidden, head, targets, weights)
 
-    def refuse_weights(self) -> None:
-        """For data that have weights of targets.
+    def refuse_model(self, model: nn.Module, name: str, entries: Collection[str]) -> None:
+        """For the model, and the names of entries in batches.
 
         Raises:
-            ConfigError: the loss does not take them.
+            ConfigError: the loss takes no weights of targets, which batches have; or the model predicts tokens ahead,
+                for whose targets there are neither weights nor what the loss takes.
         """
-        if not getattr(self._loss, "takes_weights", False):
+        has_weights = "weights" in entries
+        looks_ahead = getattr(model, "n_predictors", 0) > 0
+        if looks_ahead and self._taken:
+            raise ConfigError(
+                f"{self.words} takes {self._taken[0]!r} of batches, which {name} cannot give to its targets of tokens "
+                "ahead; choose another loss, or a model that predicts the next token alone"
+            )
+        if has_weights and not getattr(self._loss, "takes_weights", False):
             raise ConfigError(
                 f"data: batches have weights of targets, which {self.words} does not take (takes_weights); choose "
                 "another loss, or data without weights"
+            )
+        if has_weights and looks_ahead:
+            raise ConfigError(
+                f"data: batches have weights of targets, which {name} cannot give to its targets of tokens ahead; "
+                "choose data without weights, or a model that predicts the next token alone"
             )
 
     def refuse_entries(self, entries: Mapping[str, Entry | None]) -> None:
@@ -123,18 +136,6 @@ class CheckedLoss:
         given = [name for name, entry in entries.items() if entry and entry.wanted_by == "loss"]
         if left := [name for name in given if name not in self._taken]:
             raise ConfigError(f"data: batches have {left[0]!r} for the loss, and {self.words} takes no such; {choose}")
-
-    def refuse_targets_ahead(self, model: str) -> None:
-        """For a model that predicts tokens ahead, whose targets the entries are not about.
-
-        Raises:
-            ConfigError: the loss takes entries.
-        """
-        if self._taken:
-            raise ConfigError(
-                f"{self.words} takes {self._taken[0]!r} of batches, which {model} cannot give to its targets of tokens "
-                "ahead; choose another loss, or a model that predicts the next token alone"
-            )
 
     def _sum(
         self, loss: Loss, hidden: torch.Tensor, head: nn.Module, targets: torch.Tensor, weights: torch.Tensor | None

@@ -116,8 +116,8 @@ def test_a_pass_that_cuts_targets_and_not_their_weights_is_named():
 
 def test_a_loss_without_weights_is_refused_where_data_have_them():
     with pytest.raises(ConfigError, match="weights of targets, which the loss 'x' does not take"):
-        CheckedLoss(lambda hidden, head, targets: None, "the loss 'x'").refuse_weights()
-    CheckedLoss(weighing, "the loss").refuse_weights()
+        CheckedLoss(lambda hidden, head, targets: None, "the loss 'x'").refuse_model(nn.Identity(), "m", ["weights"])
+    CheckedLoss(weighing, "the loss").refuse_model(nn.Identity(), "m", ["weights"])
 
 
 def comparing(hidden, head, targets, *, hints=None, labels=None):
