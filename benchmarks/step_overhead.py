@@ -98,7 +98,7 @@ class NothingIsSaved:
     def finish(self, *_: object, **__: object) -> None:
         pass
 
-    wait_until_copied = ask_for_timely_save = after_step = finish
+    wait_until_copied = ask_for_timely_save = after_step = finish_run = finish
 
 
 class Bench:

@@ -86,6 +86,11 @@ class Mesh:
         return value
 
 
+def widest(device: torch.device) -> torch.dtype:
+    """The floating-point type that sums are kept in: MPS has no float64."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
 class StageScalars:
     """Scalars by name, of which a pipeline stage may have others than the rest.
 

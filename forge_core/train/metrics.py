@@ -13,7 +13,7 @@ from forge_core.contracts.batch import MixedSource
 from forge_core.contracts.callback import StepContext
 from forge_core.contracts.gpu import PEAK_BF16_TFLOPS
 from forge_core.distributed.host_copy import HostCopy
-from forge_core.distributed.mesh import LOSS_AXES, StageScalars
+from forge_core.distributed.mesh import LOSS_AXES, StageScalars, widest
 from forge_core.errors import PluginError
 from forge_core.ops.auxiliary_loss import LEDGER
 from forge_core.train.build import BuiltModel
@@ -183,11 +183,6 @@ ABSENT = -math.inf
 def zeros_of_sources(number: int, device: torch.device) -> torch.Tensor:
     """``CheckedLoss.sums_of_sources`` before the first microbatch."""
     return torch.zeros(number, 2, dtype=widest(device), device=device)
-
-
-def widest(device: torch.device) -> torch.dtype:
-    """The floating-point type that sums are kept in: MPS has no float64."""
-    return torch.float32 if device.type == "mps" else torch.float64
 
 
 def losses_of_sources(names: Sequence[str], sums: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:

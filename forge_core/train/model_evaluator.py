@@ -18,11 +18,11 @@ from forge_core.contracts.module import LooksAhead
 from forge_core.contracts.parallel_pass import PassContext
 from forge_core.contracts.tokenizer import Tokenizer
 from forge_core.data.loader import evaluation_batches
-from forge_core.distributed.mesh import DATA_AXES, LOSS_AXES
+from forge_core.distributed.mesh import DATA_AXES, LOSS_AXES, widest
 from forge_core.errors import PluginError
 from forge_core.train.build import BuiltModel
 from forge_core.train.executor import Batch
-from forge_core.train.metrics import widest, zeros_of_sources
+from forge_core.train.metrics import zeros_of_sources
 from forge_core.train.scales import count_targets, to_device
 
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from forge_core.contracts.model import canonical_name
 from forge_core.contracts.module import ReportsMetrics, StepModule
-from forge_core.distributed.mesh import DATA_AXES, Mesh, StageScalars
+from forge_core.distributed.mesh import DATA_AXES, Mesh, StageScalars, widest
 from forge_core.errors import PluginError
 
 
@@ -49,9 +49,8 @@ class StepModules:
         """
         reduced: dict[str, dict[str, torch.Tensor]] = {name: {} for name in self._modules}
         if named := [*self._accumulators()]:
-            # counts of tokens pass 2**24, where fp32 stops counting; MPS has nothing wider
-            wide = torch.float32 if named[0][2].device.type == "mps" else torch.float64
-            flat = torch.cat([tensor.reshape(-1).to(wide) for _, _, tensor in named])
+            # counts of tokens pass 2**24, where fp32 stops counting
+            flat = torch.cat([tensor.reshape(-1).to(widest(tensor.device)) for _, _, tensor in named])
             self._mesh.sum_over(flat, (*DATA_AXES, "cp"))
             parts = torch.split(flat, [tensor.numel() for _, _, tensor in named])
             for (module, name, tensor), part in zip(named, parts, strict=True):
