@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from inspect import iscoroutinefunction, isfunction, signature
-from typing import Any
+from typing import Any, cast
+
+import pluggy
 
 from forge_core.contracts.callback import Callback
 from forge_core.contracts.observer import Observer
@@ -28,25 +30,31 @@ OBSERVED = _events_of(Observer)
 class Events:
     """Calls the callbacks that override an event, in the order given. Each has a name of its own.
 
-    Each takes the arguments it wants; who listens is looked up once, so that an event without listeners is an empty
-    loop.
-
-    Raises:
-        PluginError: from the constructor; nothing could call one as it is.
+    pluggy checks the callbacks and lets each take the arguments it wants; who listens is looked up once, so that an
+    event without listeners is an empty loop.
     """
 
     calling = ""
     """The callback that is being called, and its event; for other threads to read."""
 
     def __init__(self, callbacks: Sequence[tuple[str, Callback]]) -> None:
-        self._listeners: dict[str, list[tuple[str, Callable[..., Any], Sequence[str]]]] = {
-            event: [] for event in (*EVENTS, *OBSERVED)
+        manager = _CallbackManager("forge_lifecycle")
+        manager.add_hookspecs(Observer)
+        for name, callback in reversed(callbacks):  # pluggy calls the last one first
+            for event in EVENTS:
+                if iscoroutinefunction(getattr(callback, event, None)):
+                    raise PluginError(f"{name}: {event} is async; nothing awaits it. This is a bug in the callback.")
+            try:
+                manager.register(callback, name=name)
+            except pluggy.PluginValidationError as error:
+                raise PluginError(f"{name}: {error}. This is a bug in the callback.") from error
+        self._listeners: dict[str, list[tuple[str, Callable[..., None], tuple[str, ...]]]] = {
+            event: [
+                (implementation.plugin_name, implementation.function, implementation.argnames)
+                for implementation in reversed(getattr(manager.hook, event).get_hookimpls())
+            ]
+            for event in (*EVENTS, *OBSERVED)
         }
-        for name, callback in callbacks:
-            for event in self._listeners if isinstance(callback, Observer) else EVENTS:
-                if getattr(type(callback), event, None) not in (None, getattr(Observer, event)):
-                    method = getattr(callback, event)
-                    self._listeners[event].append((name, method, _arguments(method, event, name)))
 
     def listens(self, event: str) -> bool:
         return bool(self._listeners[event])
@@ -85,15 +93,14 @@ def mistaken_events(callbacks: Iterable[tuple[str, Callback]]) -> Iterator[str]:
                 yield f"{owner}: nothing calls its method {name}; did you mean {near}?"
 
 
-def _arguments(method: Callable[..., Any], event: str, owner: str) -> list[str]:
-    """The arguments of an event that a method takes: those without a default."""
-    if iscoroutinefunction(method):
-        raise PluginError(f"{owner}: {event} is async; nothing awaits it. This is a bug in the callback.")
-    parameters = signature(method).parameters.values()
-    wanted = [one.name for one in parameters if one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD]
-    _, *given = signature(getattr(Observer, event)).parameters  # without self
-    if unknown := [name for name in wanted if name not in given]:
-        raise PluginError(
-            f"{owner}: {event} takes {unknown[0]!r}, and is given {', '.join(given)}. This is a bug in the callback."
-        )
-    return wanted
+class _CallbackManager(pluggy.PluginManager):
+    """Methods that override those of ``Callback`` are hook implementations; no decorator is needed, nor any option."""
+
+    def parse_hookimpl_opts(self, plugin: object, name: str) -> pluggy.HookimplOpts | None:
+        events = (*EVENTS, *OBSERVED) if isinstance(plugin, Observer) else EVENTS
+        if name not in events or getattr(type(plugin), name, None) is getattr(Observer, name):
+            return None
+        return cast("pluggy.HookimplOpts", {})  # pluggy fills in the defaults
+
+    def parse_hookspec_opts(self, module_or_class: object, name: str) -> pluggy.HookspecOpts | None:
+        return cast("pluggy.HookspecOpts", {}) if name in (*EVENTS, *OBSERVED) else None
