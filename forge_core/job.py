@@ -247,11 +247,7 @@ def _plugin_problems(plugins: PluginsSection, catalog: Catalog, *, disables: boo
     for index, requirement in enumerate(plugins.require):
         from forge_core.config.requirement import unmet  # few jobs require anything
 
-        try:
-            why = unmet(requirement)
-        except ConfigError as error:
-            why = str(error)
-        if why:
+        if why := unmet(requirement):
             problems.append(Problem(("plugins", "require", index), why))
     return problems
 

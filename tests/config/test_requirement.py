@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from forge_core.config.requirement import unmet
-from forge_core.errors import ConfigError
 
 
 @pytest.mark.parametrize(
@@ -38,5 +37,4 @@ def test_the_sentence_says_what_is_installed_and_what_to_do():
     ["", "attrs ~ 1", "attrs>=x", "attrs>=1,,<2", "attrs[extra]", "attrs~=1", ">=1", "attrs @ file:///x", "attrs; a"],
 )
 def test_what_is_no_requirement_is_refused(text):
-    with pytest.raises(ConfigError, match="is not a requirement such as"):
-        unmet(text)
+    assert "is not a requirement such as" in str(unmet(text))
