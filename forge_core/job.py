@@ -17,7 +17,7 @@ from forge_core.config.problems import ConfigProblems, InvalidError, KeyPath, Pr
 from forge_core.config.regular_file import read_regular_file
 from forge_core.config.sections import Job, PhaseSection, PluginsSection, TrainSection, setting_of
 from forge_core.config.shorthands import as_written
-from forge_core.config.toml_file import Document, layered, read_document, with_file_texts
+from forge_core.config.toml_file import Document, layered, read_document, table_at, with_file_texts
 from forge_core.config.unstructure import plain
 from forge_core.contracts.component_ref import ComponentRef
 from forge_core.contracts.data_source import DataSourceConfig
@@ -133,7 +133,7 @@ def job_table(job: Job) -> dict[str, Any]:
     if job.train.global_batch_size is not None:
         table["train"].pop("grad_accumulation", None)  # it follows, for any number of ranks
     for *way, key in _without_effect(job):
-        _table_at(table, way).pop(key, None)
+        table_at(table, way).pop(key, None)
     return table
 
 
@@ -305,7 +305,7 @@ def _ineffective(job: Job, table: Mapping[str, Any]) -> list[Problem]:
     if isinstance(evaluation, Mapping) and evaluation and "interval" not in evaluation:
         problems.append(Problem(("eval",), "has no interval, so that nothing would be evaluated; set eval.interval"))
     for (*way, key), sentence in _without_effect(job).items():
-        if key in _table_at(table, way):
+        if key in table_at(table, way):
             problems.append(Problem((*way, key), sentence))
     return problems
 
@@ -333,17 +333,6 @@ def _without_effect(job: Job) -> dict[KeyPath, str]:
         for field in attrs.fields(DataSourceConfig):
             keys[*path, str(field.alias)] = f"has no effect: {why}; remove it"
     return keys
-
-
-def _table_at(table: Mapping[str, Any], way: Sequence[str | int]) -> dict[str | int, Any]:
-    """The table within tables; an empty one if it is not there, or only a component's name stands there."""
-    found: Any = table
-    for key in way:
-        if isinstance(found, list) and isinstance(key, int):
-            found = found[key]
-        else:
-            found = found.get(key) if isinstance(found, Mapping) else None
-    return found if isinstance(found, dict) else {}
 
 
 def _with_batches(train: TrainSection, degrees: Mapping[str, int] | None) -> tuple[TrainSection, list[Problem]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -114,15 +114,24 @@ def unset(document: Document, path: KeyPath) -> None:
     Raises:
         InvalidError: it is not set.
     """
-    holder: Any = document.table
-    for part in path[:-1]:
-        holder = holder.get(part) if isinstance(holder, dict) else None
-    if not isinstance(holder, dict) or path[-1] not in holder:
-        near = nearest(str(path[-1]), holder) if isinstance(holder, dict) else None
+    holder = table_at(document.table, path[:-1])
+    if path[-1] not in holder:
+        near = nearest(str(path[-1]), map(str, holder))
         hint = f"; did you mean '{key_text((*path[:-1], near))}'?" if near else ""
         raise InvalidError.because(f"'{key_text(path)}' is not set{hint}")
     del holder[path[-1]]
     forget(document, path)
+
+
+def table_at(table: Mapping[str, Any], way: Sequence[str | int]) -> dict[str | int, Any]:
+    """The table within tables; an empty one if it is not there, or only a component's name stands there."""
+    found: Any = table
+    for key in way:
+        if isinstance(found, list) and isinstance(key, int):
+            found = found[key]
+        else:
+            found = found.get(key) if isinstance(found, Mapping) else None
+    return found if isinstance(found, dict) else {}
 
 
 def forget(document: Document, path: KeyPath) -> None:
