@@ -81,19 +81,11 @@ CORE_COMMANDS = (
 """In the order in which they are listed. A plugin cannot replace one."""
 
 
-def specifications(yields: Mapping[str, type]) -> type[Any]:
-    """A class of hook specifications as pluggy reads it: hooks without arguments, by what each yields."""
-    return type("ForgeSpecs", (), {hook: _specification(hook, description) for hook, description in yields.items()})
+@pluggy.HookspecMarker("forge")
+def _yields_descriptions() -> Iterable[object]:
+    raise AssertionError("specification only")
 
 
-def _specification(hook: str, description: type) -> object:
-    def specification(self: object) -> Iterable[object]:
-        raise AssertionError("specification only")
-
-    specification.__name__ = hook
-    specification.__annotations__ = {"return": f"Iterable[{description.__name__}]"}
-    return pluggy.HookspecMarker("forge")(specification)
-
-
-ForgeSpecs = specifications({**{kind.hook: kind.descriptor for kind in CORE_KINDS}, **BESIDE_COMPONENTS})
-"""The hook specifications of the entry-point group ``forge.v1``."""
+_HOOKS = (*(kind.hook for kind in CORE_KINDS), *BESIDE_COMPONENTS)
+ForgeSpecs: type[Any] = type("ForgeSpecs", (), dict.fromkeys(_HOOKS, _yields_descriptions))
+"""The hook specifications of the entry-point group ``forge.v1``, as pluggy reads them."""
