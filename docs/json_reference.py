@@ -16,7 +16,7 @@ from forge_core.commands.invocation import load_command
 from forge_core.config.field_docs import field_docs
 from forge_core.registry.catalog import Catalog
 from forge_core.registry.hookspecs import CORE_COMMANDS
-from forge_testing.json_output import json_option_of
+from forge_testing.json_output import json_option_of, printed_type
 
 
 def json_reference(catalog: Catalog) -> Iterator[str]:
@@ -32,10 +32,10 @@ def json_reference(catalog: Catalog) -> Iterator[str]:
         if option := json_option_of(command):
             yield f"## `{name} --json`"
             yield ""
-            what = json_words(option.prints)
+            what = json_words(printed_type(option))
             yield f"On each line: {what}." if option.lines else f"{what[:1].upper()}{what[1:]}."
             yield ""
-            for cls in printed_classes(option.prints):
+            for cls in printed_classes(printed_type(option)):
                 yield from _class(cls)
 
 

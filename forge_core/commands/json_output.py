@@ -16,23 +16,17 @@ import attrs
 import click
 
 from forge_core.config.describe import without_passwords
-from forge_core.registry.imports import load_reference
 
 
 class JsonOption(click.Option):
-    """The option ``--json``."""
+    """The option ``--json``, and what the documentation and tests have to know of it."""
 
     def __init__(self, *args: Any, prints: Any, lines: bool, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._prints = prints
+        self.prints = prints
+        """The type of what is printed, or its import path."""
         self.lines = lines
         """A value is printed on each line, rather than one."""
-
-    @property
-    def prints(self) -> Any:
-        """The type of what is printed."""
-        is_path = isinstance(self._prints, str)
-        return load_reference(self._prints, what="the class of --json", owner="it") if is_path else self._prints
 
 
 def json_option(prints: Any, *, lines: bool = False, says: str = "Print JSON.") -> Callable[[Any], Any]:

@@ -15,6 +15,7 @@ import click
 from forge_core.cli import forge, main
 from forge_core.commands.invocation import Invocation
 from forge_core.commands.json_output import JsonOption
+from forge_core.config.builder import load_reference
 
 
 def json_of(*arguments: str, code: int = 0) -> Any:
@@ -51,6 +52,12 @@ def json_option_of(command: click.Command) -> JsonOption | None:
     return next((option for option in command.params if isinstance(option, JsonOption)), None)
 
 
+def printed_type(option: JsonOption) -> Any:
+    """The type of what is printed; its module is imported here, if the option names it by its path."""
+    is_path = isinstance(option.prints, str)
+    return load_reference(option.prints, what="the class of --json", owner="it") if is_path else option.prints
+
+
 def check_json(printed: str, option: JsonOption) -> Any:
     """What a command has printed to stdout, read.
 
@@ -63,7 +70,7 @@ def check_json(printed: str, option: JsonOption) -> Any:
     except ValueError as error:
         raise AssertionError(f"stdout is not JSON alone: {error}; it is {printed[:200]!r}") from None
     for value in values:
-        wrong = [*misfits(value, option.prints)]
+        wrong = [*misfits(value, printed_type(option))]
         assert not wrong, f"what is printed is not what the class of --json says: {'; '.join(wrong[:5])}"
     return values if option.lines else values[0]
 
