@@ -10,19 +10,14 @@ from pathlib import Path
 from typing import Any
 
 
-def publishers(kind: str, name: str) -> list[str]:
-    """The published distributions that provide this component (or command, with the kind ``"command"``)."""
-    return [distribution for distribution, kinds in _components().items() if name in kinds.get(kind, ())]
-
-
-def publishers_of_kind(kind: str) -> list[str]:
-    """The published distributions that provide components of this kind."""
-    return [distribution for distribution, kinds in _components().items() if kind in kinds]
-
-
-def published_names(kind: str) -> list[str]:
-    """The names of all published components of a kind."""
-    return [name for kinds in _components().values() for name in kinds.get(kind, ())]
+def published(kind: str) -> dict[str, list[str]]:
+    """The names of the published components of a kind (of commands, with ``"command"``), each with the distributions
+    that provide it."""
+    found: dict[str, list[str]] = {}
+    for distribution, kinds in _file()["components"].items():
+        for name in kinds.get(kind, ()):
+            found.setdefault(name, []).append(distribution)
+    return found
 
 
 def cluster_of(environment: Mapping[str, str]) -> tuple[str, str, str] | None:
@@ -36,15 +31,10 @@ def cluster_of(environment: Mapping[str, str]) -> tuple[str, str, str] | None:
     return None
 
 
-def serving_pass(capability: str) -> tuple[str, str] | None:
-    """Distribution and name of the published pass that serves a mesh axis or ``"precision"``."""
-    distribution, colon, name = _file()["serves"].get(capability, "").partition(":")
-    return (distribution, name) if colon else None
-
-
-def _components() -> Mapping[str, Mapping[str, list[str]]]:
-    components: Mapping[str, Mapping[str, list[str]]] = _file()["components"]
-    return components
+def serving_pass(capability: str) -> tuple[str, str]:
+    """Distribution and name of the published pass that serves a mesh axis or ``"precision"``; both may be empty."""
+    distribution, _, name = _file()["serves"].get(capability, "").partition(":")
+    return distribution, name
 
 
 @cache

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from forge_core.errors import did_you_mean, nearest, with_article
 from forge_core.registry.component import kind_words
 from forge_core.registry.entry_points import canonical_distribution
-from forge_core.registry.known_plugins import cluster_of, published_names, publishers, publishers_of_kind, serving_pass
+from forge_core.registry.known_plugins import cluster_of, published, serving_pass
 
 if TYPE_CHECKING:
     from forge_core.registry.catalog import Catalog
@@ -25,8 +25,8 @@ def why_no_component(catalog: Catalog, kind: str, name: str) -> str:
     if elsewhere := [other for other in sorted(catalog.kinds) if other != kind and catalog.providers(other, name)]:
         names = " and ".join(with_article(kind_words(other)) for other in elsewhere)
         return f"'{name}' names {names}; this key needs {wanted}. {choice}"
-    if published := _where_published(catalog, kind, name):
-        return f"{kind_words(kind)} '{name}' {published}{notes(catalog)}"
+    if where := _where_published(catalog, kind, name):
+        return f"{kind_words(kind)} '{name}' {where}{notes(catalog)}"
     known = [own for one in catalog.components(kind) for own in (one.component.name, *one.component.aliases)]
     near = did_you_mean(name, known) or _near_published(catalog, kind, name)
     return f"no installed plugin provides {wanted} named '{name}'.{near} {choice}{notes(catalog)}"
@@ -41,28 +41,28 @@ def why_no_kind(catalog: Catalog, kind: str) -> str:
 
 def why_no_command(catalog: Catalog, name: str, core: Iterable[str]) -> str:
     """Why there is no such sub-command, neither among the ``core`` ones nor among those of plugins."""
-    if published := _where_published(catalog, "command", name):
-        return f"the command '{name}' {published}"
+    if where := _where_published(catalog, "command", name):
+        return f"the command '{name}' {where}"
     return f"there is no command '{name}'.{did_you_mean(name, [*core, *catalog.commands])}{notes(catalog)}"
 
 
 def where_to_find_pass(catalog: Catalog, capability: str) -> str:
     """Which published pass serves a mesh axis or ``"precision"``, and how to get it; may be empty."""
-    distribution, name = serving_pass(capability) or ("", "")
-    published = _where_published(catalog, "parallel_pass", name, distribution)
-    return f"'{name}' {published}" if published else ""
+    distribution, name = serving_pass(capability)
+    where = _where_published(catalog, "parallel_pass", name, distribution)
+    return f"'{name}' {where}" if where else ""
 
 
 def missing_cluster(catalog: Catalog, environment: Mapping[str, str]) -> str:
     """Why this process would train beside others that do the same, if its environment is that of a published cluster
     environment which is not there; else empty."""
     distribution, name, variable = cluster_of(environment) or ("", "", "")
-    published = _where_published(catalog, "cluster_environment", name, distribution) if name else ""
-    if not published:
+    where = _where_published(catalog, "cluster_environment", name, distribution) if name else ""
+    if not where:
         return ""
     return (
         f"{variable} = {environment[variable]} says that this is one of several tasks, each of which would train "
-        f"alone: the cluster environment '{name}' {published}"
+        f"alone: the cluster environment '{name}' {where}"
     )
 
 
@@ -81,8 +81,8 @@ def _why_not_there(catalog: Catalog, kind: str, name: str, distribution: str) ->
     plugin = next((plugin for plugin in catalog.plugins if plugin.distribution == distribution), None)
     what = f"{kind_words(kind)} '{name}'"
     if plugin is None:
-        if published := _where_published(catalog, kind, name, distribution):
-            return f"{what} {published}"
+        if where := _where_published(catalog, kind, name, distribution):
+            return f"{what} {where}"
         near = did_you_mean(distribution, [plugin.distribution for plugin in catalog.plugins])
         return f"no plugin named '{distribution}' is installed, which should provide {what}.{near}"
     if plugin.status != "ok":
@@ -95,25 +95,25 @@ def _why_not_there(catalog: Catalog, kind: str, name: str, distribution: str) ->
 
 def _where_published(catalog: Catalog, kind: str, name: str, distribution: str | None = None) -> str:
     """``is in <distribution>, which …`` if one of our published packages has it, else nothing."""
-    for published in publishers(kind, name):
-        if distribution not in (None, published):
+    for provider in published(kind).get(name, ()):
+        if distribution not in (None, provider):
             continue
-        installed = next((plugin for plugin in catalog.plugins if plugin.distribution == published), None)
+        installed = next((plugin for plugin in catalog.plugins if plugin.distribution == provider), None)
         if installed is None:
-            return f"is in {published}, which is not installed: pip install {published}"
+            return f"is in {provider}, which is not installed: pip install {provider}"
         if installed.status == "disabled":
-            return f"is in {published}, which was not imported ({installed.reason})"
+            return f"is in {provider}, which was not imported ({installed.reason})"
         if installed.status != "ok":
-            return f"is in {published}, which did not load ({installed.reason})"
-        return f"is in a later {published} than the installed {installed.version}: pip install --upgrade {published}"
+            return f"is in {provider}, which did not load ({installed.reason})"
+        return f"is in a later {provider} than the installed {installed.version}: pip install --upgrade {provider}"
     return ""
 
 
 def _near_published(catalog: Catalog, kind: str, name: str) -> str:
-    near = nearest(name, sorted(set(published_names(kind))))
+    near = nearest(name, sorted(published(kind)))
     return f" Did you mean '{near}'? It {_where_published(catalog, kind, near)}." if near else ""
 
 
 def _install_hint(kind: str) -> str:
-    sources = publishers_of_kind(kind)
+    sources = sorted({provider for providers in published(kind).values() for provider in providers})
     return f" Published ones come with: pip install {' '.join(sources)}." if sources else ""
