@@ -21,7 +21,6 @@ from forge_core.config.toml_file import Document, layered, read_document, table_
 from forge_core.config.unstructure import plain
 from forge_core.contracts.component_ref import ComponentRef
 from forge_core.contracts.data_source import DataSourceConfig
-from forge_core.contracts.parametrization import MODEL_KEYS
 from forge_core.contracts.phase_plan import DEFAULT as PHASE_PLAN
 from forge_core.contracts.warm_start import DEFAULT as WARM_START
 from forge_core.errors import ConfigError, nearest
@@ -172,9 +171,25 @@ def base_model(job: Job, resolve: Callable[[str, Mapping[str, Any]], ComponentRe
     return resolve("model", layered(Document(plain(job.model), {}), Document(base, {})).table)
 
 
-def components(job: Job) -> Iterator[tuple[KeyPath, ComponentRef]]:
-    """Every component that the job chooses, at any depth, and the key path of its table."""
-    return _components_in(job, ())
+def components(chooser: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, ComponentRef]]:
+    """Every component that a job chooses, at any depth, and the key path of its table.
+
+    Args:
+        chooser: the job, or a part of it.
+        path: of this part.
+    """
+    if isinstance(chooser, ComponentRef):
+        yield path, chooser
+        chooser = chooser.config
+    inside: Iterable[tuple[Any, Any]] = ()
+    if attrs.has(type(chooser)):
+        inside = ((one.alias, getattr(chooser, one.name)) for one in attrs.fields(type(chooser)) if one.init)
+    elif isinstance(chooser, Mapping):
+        inside = chooser.items()
+    elif isinstance(chooser, (list, tuple)):
+        inside = enumerate(chooser)
+    for key, item in inside:
+        yield from components(item, (*path, key))
 
 
 def deprecations(job: Job, catalog: Catalog) -> list[str]:
@@ -383,6 +398,8 @@ def _base_problems(job: Job, catalog: Catalog) -> Iterator[Problem]:
     """The base model of a parametrization cannot be, or a model lacks numbers that parametrizations need."""
     if job.parametrization is None:
         return
+    from forge_core.contracts.parametrization import MODEL_KEYS  # few jobs have one; its classes take 4 ms to make
+
     for key in MODEL_KEYS:
         if not hasattr(job.model.config, key):
             sentence = f"needs a model with {', '.join(MODEL_KEYS)}, and '{job.model.name}' has no {key}"
@@ -461,18 +478,3 @@ def _blamed_on_its_cause(problem: Problem, job: Job, document: Document, catalog
     served = ComponentBuilder(catalog).description_of(use).serves
     written = next((cause for cause in map(setting_of, served) if cause in document.locations), None)
     return problem if written is None else attrs.evolve(problem, at=written)
-
-
-def _components_in(value: Any, path: KeyPath) -> Iterator[tuple[KeyPath, ComponentRef]]:
-    if isinstance(value, ComponentRef):
-        yield path, value
-        value = value.config
-    inside: Iterable[tuple[Any, Any]] = ()
-    if attrs.has(type(value)):
-        inside = ((one.alias, getattr(value, one.name)) for one in attrs.fields(type(value)) if one.init)
-    elif isinstance(value, Mapping):
-        inside = value.items()
-    elif isinstance(value, (list, tuple)):
-        inside = enumerate(value)
-    for key, item in inside:
-        yield from _components_in(item, (*path, key))
