@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tomllib
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Sequence
 
 from forge_core.config.problems import KeyPath
@@ -22,8 +22,7 @@ def key_lines(tokens: Sequence[Token]) -> dict[KeyPath, int]:
 class _Scan:
     def __init__(self, tokens: Sequence[Token]) -> None:
         self.lines: dict[KeyPath, int] = {}
-        self._tokens = [*tokens, ("", 0)]
-        self._next = 0
+        self._remaining = deque([*tokens, ("", 0)])
         self._tables_in: defaultdict[KeyPath, int] = defaultdict(int)
         table: KeyPath = ()
         while token := self._peek_past_newlines():
@@ -33,13 +32,13 @@ class _Scan:
                 self._value(self._key(table, "="))
 
     def _header(self) -> KeyPath:
-        _, line = self._take()
+        _, line = self._remaining.popleft()
         is_of_array = self._peek() == "["
         if is_of_array:
-            self._take()
+            self._remaining.popleft()
         path = self._key((), "]")
         if is_of_array:
-            self._take()
+            self._remaining.popleft()
             self._tables_in[path] += 1
         path = self._inside(path)
         self.lines[path] = line
@@ -49,10 +48,10 @@ class _Scan:
         """The way to a key, up to the token behind it."""
         path, behind = table, ""
         while behind != end:
-            part, line = self._take()
+            part, line = self._remaining.popleft()
             path = (*self._inside(path), _key_part(part))
             self.lines.setdefault(path, line)
-            behind, _ = self._take()
+            behind, _ = self._remaining.popleft()
         return path
 
     def _inside(self, path: KeyPath) -> KeyPath:
@@ -64,32 +63,28 @@ class _Scan:
         opening = self._peek()
         if opening not in ("[", "{"):
             while self._peek() not in ("\n", ",", "]", "}", ""):
-                self._take()
+                self._remaining.popleft()
             return
-        self._take()
+        self._remaining.popleft()
         index = 0
         while (token := self._peek_past_newlines()) not in ("]", "}"):
             if token == ",":
-                self._take()
+                self._remaining.popleft()
                 index += 1
             elif opening == "{":
                 self._value(self._key(path, "="))
             else:
-                self.lines[*path, index] = self._tokens[self._next][1]
+                self.lines[*path, index] = self._remaining[0][1]
                 self._value((*path, index))
-        self._take()
+        self._remaining.popleft()
 
     def _peek(self) -> str:
-        return self._tokens[self._next][0]
+        return self._remaining[0][0]
 
     def _peek_past_newlines(self) -> str:
         while self._peek() == "\n":
-            self._take()
+            self._remaining.popleft()
         return self._peek()
-
-    def _take(self) -> Token:
-        self._next += 1
-        return self._tokens[self._next - 1]
 
 
 def _key_part(token: str) -> str:
