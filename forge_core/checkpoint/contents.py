@@ -210,8 +210,6 @@ def leads_outside(value: Any) -> str | None:
     if isinstance(value, (Mapping, list, tuple)):
         items = value.values() if isinstance(value, Mapping) else value
         return next((found for item in items if (found := leads_outside(item)) is not None), None)
-    if isinstance(value, PurePath):
-        value = str(value)
     if not isinstance(value, str):
         return None
     is_outside = value.startswith(("/", "~")) or ".." in PurePath(value).parts or "\0" in value

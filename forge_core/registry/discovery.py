@@ -94,8 +94,7 @@ class _Candidate:
 
             trace = "".join(format_exception(error))
         self.hooks = {}
-        self.plugin = attrs.evolve(self.plugin, components=(), commands=(), checks=(), kinds=())
-        self.plugin = attrs.evolve(self.plugin, status=status, reason=reason, traceback=trace)
+        self.plugin = attrs.evolve(self.plugin, status=status, reason=reason, traceback=trace, kinds=())
 
     def check_entry_point(self) -> None:
         """Look at the entry points, without an import."""
@@ -165,9 +164,8 @@ def _load(candidates: Iterable[_Candidate], manager: pluggy.PluginManager) -> No
                 candidate.load(manager)
             except _ANYTHING as error:  # its module may be any object, which looks are enough to make fail
                 candidate.fail("broken", _sentence(error), error)
-            kinds = _yielded(candidate, "forge_kinds", Kind)
-            if candidate.loaded:
-                candidate.plugin = attrs.evolve(candidate.plugin, kinds=tuple(kinds))
+            kinds = tuple(_yielded(candidate, "forge_kinds", Kind))
+            candidate.plugin = attrs.evolve(candidate.plugin, kinds=kinds)
 
 
 def _refuse_duplicate_kinds(candidates: Collection[_Candidate]) -> None:
