@@ -123,8 +123,7 @@ def refuse_without_links(place: Path) -> None:
     Raises:
         ConfigError: the disk of ``place``, or of the nearest folder above it that exists, cannot link files.
     """
-    while not place.is_dir() and place != place.parent:
-        place = place.parent
+    place = next((one for one in (place, *place.parents) if one.is_dir()), place)
     try:
         with tempfile.TemporaryDirectory(dir=place, prefix=".forge-links-") as folder:
             (Path(folder) / "file").touch()

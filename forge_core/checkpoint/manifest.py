@@ -125,8 +125,7 @@ def parse_manifest(text: bytes) -> Manifest:
 def damage(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> str | None:
     """Find the first problem with some files of a checkpoint, given their entries in its manifest, or ``None``."""
     for name, entry in files.items():
-        problem = _misfit(folder, name, entry)
-        if problem is not None:
+        if problem := _misfit(folder, name, entry):
             return problem
         try:
             digest = describe_file(folder / name)["xxh3_128"]

@@ -70,9 +70,7 @@ class RunMirror(NoMirror):
 
     def __init__(self, mirror: CheckpointMirror, context: MirrorContext, words: str, provider: str) -> None:
         self._mirror = mirror
-        self._section = context.section
-        self._folder = context.folder
-        self._say = context.say
+        self._context = context
         self._words, self._provider = words, provider
         self._write_event: Callable[..., None] = lambda *_, **__: None
         self._copied: Callable[[float], None] = lambda seconds: None
@@ -87,9 +85,9 @@ class RunMirror(NoMirror):
         try:
             return self._call(available)
         except MirrorError as error:
-            if self._section.on_failure == "stop" or not here:
+            if self._context.section.on_failure == "stop" or not here:
                 raise
-            self._say(f"{error}; going by the checkpoints that are here")
+            self._context.say(f"{error}; going by the checkpoints that are here")
             return []
 
     def last_job(self) -> str | None:
@@ -113,7 +111,7 @@ class RunMirror(NoMirror):
             if not start.may_start_without:
                 self._call(self._mirror.close)
                 raise
-            self._say(f"{error}; training goes on, and it is tried again after the next save")
+            self._context.say(f"{error}; training goes on, and it is tried again after the next save")
 
     def saved(self, path: Path) -> None:
         self._try(None, self._mirror.saved, path)
@@ -149,7 +147,7 @@ class RunMirror(NoMirror):
         run_on_all_ranks(refuse)
 
     def finish_run(self) -> None:
-        deadline = time.monotonic() + self._section.timeout
+        deadline = time.monotonic() + self._context.section.timeout
         self._finish_by(deadline)
         before, self._failure = self._failure, None
         if not self._try(False, self._mirror.try_again):
@@ -173,12 +171,12 @@ class RunMirror(NoMirror):
     def _note_failure(self, step: int, error: Exception) -> None:
         own = error if isinstance(error, ForgeError) else MirrorError(f"{type(error).__name__}: {error}")
         self._write_event("mirror_failed", step=step, error=str(own))
-        if self._section.on_failure == "stop" or isinstance(own, LeaseLostError):
+        if self._context.section.on_failure == "stop" or isinstance(own, LeaseLostError):
             self._failure = own
         elif self._is_last_try:
-            self._say(f"{own}; the same command tries it again")
+            self._context.say(f"{own}; the same command tries it again")
         else:
-            self._say(f"{own}; training goes on, and it is tried again after the next save")
+            self._context.say(f"{own}; training goes on, and it is tried again after the next save")
 
     def _call(self, method: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         what = f"{self._words} fails in {method.__name__}"
@@ -193,7 +191,7 @@ class RunMirror(NoMirror):
             return instead
 
     def _newest(self) -> int:
-        steps = (path.name.removeprefix("step_") for path in self._folder.glob("step_*"))
+        steps = (path.name.removeprefix("step_") for path in self._context.folder.glob("step_*"))
         return max((int(step) for step in steps if step.isdecimal()), default=0)
 
 
