@@ -52,46 +52,46 @@ def read_document(path: Path) -> Document:
         ConfigError: a file is missing, unreadable, too large or not TOML, the files extend each other in a circle, or
             there are too many of them.
     """
-    return _Reading().read(path, chain=())
+    return _read(path, (), {})
 
 
-class _Reading:
-    """Each file once, however often it is extended."""
+def _read(path: Path, chain: tuple[Path, ...], known: dict[Path, Document]) -> Document:
+    """
+    Args:
+        chain: files of which each extends the next, and the last one this.
+        known: what has been read: each file once, however often it is extended.
+    """
+    resolved = any(one.name == RESOLVED for one in (*chain, path))  # a stranger may have written it
+    layer = with_file_texts(_parse(path), None if resolved else path.parent)
+    for key, value in layer.table.items():
+        if isinstance(value, (str, list)) and key not in _OF_FILES and (near := nearest(key, _OF_FILES, 0.8)):
+            raise _about(layer, f"unknown key; did you mean '{near}'?", key)
+    extends = layer.table.pop("extends", [])
+    names = [extends] if isinstance(extends, str) else extends
+    if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
+        raise _about(layer, 'expected a file name or an array of file names, as in extends = "base.toml"')
+    chain = (*chain, path)
+    result = Document({}, {(): Location(str(path))})
+    for name in names:
+        result = layered(result, _read_base(path.parent / Path(name).expanduser(), layer, chain, known))
+    return layered(_without(result, layer), layer)
 
-    def __init__(self) -> None:
-        self._documents: dict[Path, Document] = {}
 
-    def read(self, path: Path, chain: tuple[Path, ...]) -> Document:
-        resolved = any(one.name == RESOLVED for one in (*chain, path))  # a stranger may have written it
-        layer = with_file_texts(_parse(path), None if resolved else path.parent)
-        for key, value in layer.table.items():
-            if isinstance(value, (str, list)) and key not in _OF_FILES and (near := nearest(key, _OF_FILES, 0.8)):
-                raise _about(layer, f"unknown key; did you mean '{near}'?", key)
-        extends = layer.table.pop("extends", [])
-        names = [extends] if isinstance(extends, str) else extends
-        if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
-            raise _about(layer, 'expected a file name or an array of file names, as in extends = "base.toml"')
-        chain = (*chain, path)
-        result = Document({}, {(): Location(str(path))})
-        for name in names:
-            result = layered(result, self._base(path.parent / Path(name).expanduser(), layer, chain))
-        return layered(_without(result, layer), layer)
-
-    def _base(self, base: Path, layer: Document, chain: tuple[Path, ...]) -> Document:
-        try:
-            place, is_there = base.resolve(), base.is_file()
-        except (OSError, ValueError, RuntimeError) as error:  # a name that no file can have, or links in a circle
-            raise _about(layer, f"{str(base)!r} is no name of a file ({error})") from None
-        if any(place == file.resolve() for file in chain):
-            circle = " extends ".join(str(file) for file in (*chain, base))
-            raise _about(layer, f"the files extend each other in a circle: {circle}")
-        if not is_there:
-            raise _about(layer, f"there is no file {base} (names are relative to the file that extends)")
-        if place not in self._documents:
-            if len(self._documents) + len(chain) >= MAX_FILES:
-                raise _about(layer, f"{base} would be one file more than {MAX_FILES}, the most that are read")
-            self._documents[place] = _without_run_name(self.read(base, chain))
-        return self._documents[place]
+def _read_base(base: Path, layer: Document, chain: tuple[Path, ...], known: dict[Path, Document]) -> Document:
+    try:
+        place, is_there = base.resolve(), base.is_file()
+    except (OSError, ValueError, RuntimeError) as error:  # a name that no file can have, or links in a circle
+        raise _about(layer, f"{str(base)!r} is no name of a file ({error})") from None
+    if any(place == file.resolve() for file in chain):
+        circle = " extends ".join(str(file) for file in (*chain, base))
+        raise _about(layer, f"the files extend each other in a circle: {circle}")
+    if not is_there:
+        raise _about(layer, f"there is no file {base} (names are relative to the file that extends)")
+    if place not in known:
+        if len(known) + len(chain) >= MAX_FILES:
+            raise _about(layer, f"{base} would be one file more than {MAX_FILES}, the most that are read")
+        known[place] = _without_run_name(_read(base, chain, known))
+    return known[place]
 
 
 def _without(base: Document, layer: Document) -> Document:
