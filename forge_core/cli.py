@@ -104,11 +104,10 @@ def _disable(ctx: click.Context, _: click.Parameter, distributions: tuple[str, .
 def _print_versions(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
     if not wanted or ctx.resilient_parsing:
         return
-    from forge_core.registry.entry_points import API_MINOR, ENTRY_POINT_GROUP, installed
+    from forge_core.registry.entry_points import API_VERSION, installed
 
     torch = f"torch {version}" if (version := installed("torch")) else "no torch"  # importing it takes a second
-    api = f"plugin API {ENTRY_POINT_GROUP.removeprefix('forge.v')}.{API_MINOR}"
-    click.echo(f"forge-core {__version__} ({api}), Python {sys.version.split()[0]}, {torch}")
+    click.echo(f"forge-core {__version__} (plugin API {API_VERSION}), Python {sys.version.split()[0]}, {torch}")
     plugins = ", ".join(f"{plugin.distribution}-{plugin.version}" for plugin in ctx.obj.catalog().plugins)
     click.echo(f"plugins: {plugins or 'none'}")
     ctx.exit()

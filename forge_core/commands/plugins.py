@@ -13,7 +13,7 @@ from forge_core.commands.table import aligned
 from forge_core.contracts.command import Invocation
 from forge_core.registry.catalog import Catalog, CatalogEntry, NameConflict, Plugin
 from forge_core.registry.component import Component, PassComponent
-from forge_core.registry.entry_points import API_MINOR, ENTRY_POINT_GROUP
+from forge_core.registry.entry_points import API_VERSION
 
 
 @attrs.frozen(kw_only=True)
@@ -134,8 +134,7 @@ def _everything(catalog: Catalog) -> Installed:
         )
         for plugin in catalog.plugins
     ]
-    api = f"{ENTRY_POINT_GROUP.removeprefix('forge.v')}.{API_MINOR}"
-    return Installed(core=__version__, api=api, plugins=plugins, conflicts=catalog.conflicts())
+    return Installed(core=__version__, api=API_VERSION, plugins=plugins, conflicts=catalog.conflicts())
 
 
 def listed(kind: str, provided: CatalogEntry) -> ListedPass | ListedComponent:

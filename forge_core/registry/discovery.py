@@ -24,6 +24,7 @@ from forge_core.registry.catalog import Catalog, Plugin, Status
 from forge_core.registry.component import Check, Command, Component, Kind
 from forge_core.registry.entry_points import (
     API_MINOR,
+    API_VERSION,
     ENTRY_POINT_GROUP,
     PluginEntryPoint,
     canonical_distribution,
@@ -342,4 +343,4 @@ Description = TypeVar("Description", bound=Component | Command | Check | Kind)
 # Any error of a plugin is that plugin's problem alone; a module-level sys.exit() included.
 _ANYTHING = (Exception, SystemExit)
 _MAJOR = int(ENTRY_POINT_GROUP.removeprefix("forge.v"))
-_THIS_CORE = f"this is forge-core {__version__} (API {_MAJOR}.{API_MINOR})"
+_THIS_CORE = f"this is forge-core {__version__} (API {API_VERSION})"

@@ -19,6 +19,7 @@ ENTRY_POINT_GROUP = "forge.v1"
 API_MINOR = 5
 """The minor version of the contract that this core offers. A plugin states the oldest one it works with as
 ``FORGE_API = "1.0"`` in its plugin module."""
+API_VERSION = f"{ENTRY_POINT_GROUP.removeprefix('forge.v')}.{API_MINOR}"
 
 
 @attrs.frozen
