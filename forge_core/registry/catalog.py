@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Literal
@@ -103,15 +104,18 @@ class Catalog:
         self.kinds: Mapping[str, Kind] = MappingProxyType(
             {kind.name: kind for kind in (*CORE_KINDS, *(kind for plugin in self.plugins for kind in plugin.kinds))}
         )
-        self._components: dict[tuple[str, str], tuple[CatalogEntry, ...]] = {}
+        self._of_kind: defaultdict[str, list[CatalogEntry]] = defaultdict(list)
+        self._components: defaultdict[tuple[str, str], list[CatalogEntry]] = defaultdict(list)
         """By kind and name, or alias."""
-        self._commands: dict[str, tuple[tuple[Command, Plugin], ...]] = {}
+        self._commands: defaultdict[str, list[tuple[Command, Plugin]]] = defaultdict(list)
         for plugin in self.plugins:
             for kind, component in plugin.components:
-                for key in [(kind, name) for name in (component.name, *component.aliases)]:
-                    self._components[key] = (*self._components.get(key, ()), CatalogEntry(component, plugin))
+                entry = CatalogEntry(component, plugin)
+                self._of_kind[kind].append(entry)
+                for name in (component.name, *component.aliases):
+                    self._components[kind, name].append(entry)
             for command in plugin.commands:
-                self._commands[command.name] = (*self._commands.get(command.name, ()), (command, plugin))
+                self._commands[command.name].append((command, plugin))
 
     @property
     def commands(self) -> Mapping[str, tuple[Command, Plugin]]:
@@ -125,13 +129,7 @@ class Catalog:
             ConfigError: there is no such kind.
         """
         self._require_kind(kind)
-        provided = [
-            CatalogEntry(component, plugin)
-            for plugin in self.plugins
-            for its_kind, component in plugin.components
-            if its_kind == kind
-        ]
-        return sorted(provided, key=lambda one: (one.component.name, one.plugin.distribution))
+        return sorted(self._of_kind.get(kind, ()), key=lambda one: (one.component.name, one.plugin.distribution))
 
     def lookup(self, kind: str, name: str) -> CatalogEntry:
         """The component that a configuration names, ready to be built.
@@ -170,7 +168,7 @@ class Catalog:
     def providers(self, kind: str, name: str) -> tuple[CatalogEntry, ...]:
         """Everything that a name, an alias, or ``"distribution:name"`` may mean; empty if it means nothing."""
         distribution, colon, bare = name.rpartition(":")
-        found = self._components.get((kind, bare), ())
+        found = tuple(self._components.get((kind, bare), ()))
         if not colon:
             return found
         wanted = canonical_distribution(distribution)
