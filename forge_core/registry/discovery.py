@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from importlib import import_module
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import attrs
 import pluggy
@@ -82,12 +82,12 @@ class _Candidate:
         return self.announcement.distribution
 
     @property
-    def loaded(self) -> bool:
-        return self.plugin.status == "ok" and self.module is not None
+    def is_ok(self) -> bool:
+        return self.plugin.status == "ok"
 
     def fail(self, status: Status, reason: str, error: BaseException | None = None) -> None:
         """Withdraw everything. The first reason stays."""
-        if self.plugin.status != "ok":
+        if not self.is_ok:
             return
         trace = ""
         if error is not None:
@@ -96,6 +96,10 @@ class _Candidate:
             trace = "".join(format_exception(error))
         self.hooks = {}
         self.plugin = attrs.evolve(self.plugin, status=status, reason=reason, traceback=trace, kinds=())
+
+    def fail_for_version(self, reason: str, too_old: str) -> None:
+        """Withdraw everything until the distribution that is too old has been upgraded."""
+        self.fail("incompatible", f"{reason}, {_THIS_CORE}: pip install --upgrade {too_old}")
 
     def check_entry_point(self) -> None:
         """Look at the entry points, without an import."""
@@ -106,13 +110,11 @@ class _Candidate:
             why = f"has {len(ours)} entry points in the group {ENTRY_POINT_GROUP} ({', '.join(ours)}); one is allowed"
             self.fail("broken", why)
         elif not ours and max(majors) > _MAJOR:
-            self.fail("incompatible", f"needs plugin API v{min(majors)}, {_THIS_CORE}: {_upgrade('forge-core')}")
+            self.fail_for_version(f"needs plugin API v{min(majors)}", "forge-core")
         elif not ours:
-            reason = f"was written for plugin API v{max(majors)}, {_THIS_CORE}: {_upgrade(self.distribution)}"
-            self.fail("incompatible", reason)
-        elif too := _core_is_too(self.announcement.core):
-            old = "forge-core" if too == "old" else self.distribution
-            self.fail("incompatible", f"needs forge-core{self.announcement.core}, {_THIS_CORE}: {_upgrade(old)}")
+            self.fail_for_version(f"was written for plugin API v{max(majors)}", self.distribution)
+        elif old := _too_old(self.distribution, self.announcement.core):
+            self.fail_for_version(f"needs forge-core{self.announcement.core}", old)
 
     def load(self, manager: pluggy.PluginManager) -> None:
         """Import the plugin module, check the version that it states, and register it under the distribution's name."""
@@ -136,7 +138,7 @@ class _Candidate:
         self._check_version(module.FORGE_API if "FORGE_API" in own else None)
         if (other := manager.get_name(module)) is not None:
             self.fail("broken", f"its plugin module '{reference}' is also the one of {other}")
-        if self.plugin.status != "ok":
+        if not self.is_ok:
             return
         manager.register(module, name=self.distribution)
         self.module, self.listed = module, module.components if "components" in own else ()
@@ -154,13 +156,13 @@ class _Candidate:
         elif int(parsed[1]) != _MAJOR:
             self.fail("broken", f'FORGE_API = "{stated}" contradicts its entry-point group {ENTRY_POINT_GROUP}')
         elif int(parsed[2]) > API_MINOR:
-            self.fail("incompatible", f"needs plugin API >= {stated}, {_THIS_CORE}: {_upgrade('forge-core')}")
+            self.fail_for_version(f"needs plugin API >= {stated}", "forge-core")
 
 
 def _load(candidates: Iterable[_Candidate], manager: pluggy.PluginManager) -> None:
     """Load what has not been refused, and ask it for the kinds that it adds."""
     for candidate in candidates:
-        if candidate.plugin.status == "ok":
+        if candidate.is_ok:
             try:
                 candidate.load(manager)
             except _ANYTHING as error:  # its module may be any object, which looks are enough to make fail
@@ -191,7 +193,7 @@ def _refuse_duplicate_kinds(candidates: Collection[_Candidate]) -> None:
 
 def _refuse_unknown_hooks(candidates: Collection[_Candidate]) -> None:
     known = {*BESIDE_COMPONENTS, *(kind.hook for kind in _kinds(candidates))}
-    for candidate in [candidate for candidate in candidates if candidate.loaded]:
+    for candidate in [candidate for candidate in candidates if candidate.is_ok]:
         implemented = candidate.hooks
         needed = {hook for hook, found in implemented.items() if not all(one.optionalhook for one in found)}
         for hook in sorted(needed - known):
@@ -208,7 +210,7 @@ def _kinds(candidates: Iterable[_Candidate]) -> list[Kind]:
 
 def _collect(candidates: Collection[_Candidate]) -> None:
     """Ask every plugin for what it has of each kind, and for its commands and checks."""
-    loaded = [candidate for candidate in candidates if candidate.loaded]
+    loaded = [candidate for candidate in candidates if candidate.is_ok]
     kinds = _kinds(loaded)
     for candidate in loaded:
         listed = _listed(candidate, kinds)
@@ -224,7 +226,7 @@ def _collect(candidates: Collection[_Candidate]) -> None:
         for name in sorted({one.name for one in commands} & {one.name for one in CORE_COMMANDS}):
             candidate.fail("broken", f"its command '{name}' would replace the core's")
         checks = _distinct(candidate, "forge_checks", Check)
-        if candidate.loaded:
+        if candidate.is_ok:
             candidate.plugin = attrs.evolve(
                 candidate.plugin, components=tuple(components), commands=tuple(commands), checks=tuple(checks)
             )
@@ -319,23 +321,20 @@ def _a(value: object) -> str:
     return "None" if value is None else with_article(type(value).__name__)
 
 
-def _core_is_too(asked: str) -> Literal["old", "new"] | None:
-    """Compare this core with ``>=a,<b``, which a plugin asks for. ``forge doctor`` looks at other requirements, as
-    importing what compares them takes as long as finding all plugins."""
+def _too_old(distribution: str, asked: str) -> str:
+    """Which distribution to upgrade, if this core is not in ``>=a,<b``, which a plugin asks for; else nothing.
+    ``forge doctor`` looks at other requirements, as importing what compares them takes as long as finding all
+    plugins."""
     usual = re.fullmatch(r"<([\d.]+),\s*>=([\d.]+)|>=([\d.]+),\s*<([\d.]+)", asked)
     if usual is None:
-        return None
+        return ""
     here, below, least = map(_numbers, (__version__, usual[1] or usual[4], usual[2] or usual[3]))
-    return "old" if here < least else "new" if here >= below else None
+    return "forge-core" if here < least else distribution if here >= below else ""
 
 
 def _numbers(version: str) -> tuple[int, ...]:
     """The numbers of a release; 0.1 and 0.1.0 are one."""
     return tuple(int(number) for number in re.findall(r"\d+", re.sub(r"(\.0)*([^\d.].*)?$", "", version)))
-
-
-def _upgrade(distribution: str) -> str:
-    return f"pip install --upgrade {distribution}"
 
 
 Description = TypeVar("Description", bound=Component | Command | Check | Kind)
