@@ -76,8 +76,8 @@ def left_out(monkeypatch):
     counts = []
     lengthened = simulation.lengthened
 
-    def noted(log, found, gradients):
-        timeline = lengthened(log, found, gradients)
+    def noted(log, found, *given):
+        timeline = lengthened(log, found, *given)
         counts.append(sum(len(turn) for one in found for turn in one.left_out))
         return timeline
 
@@ -91,6 +91,7 @@ def left_out(monkeypatch):
         (4, [TWICE, "parallel.passes.fsdp.accumulate=sharded", "model.tie_embeddings=true"]),
         (8, ["parallel.tp=2", "parallel.dp_replicate=2", SELECTIVE]),
         (4, ["parallel.ep=2", *SPARSE]),
+        (4, [TWICE, "parallel.dp_replicate=2"]),
         *(
             pytest.param(*case, marks=pytest.mark.nightly)  # other options of the same passes, and what takes longest
             for case in [
@@ -102,6 +103,7 @@ def left_out(monkeypatch):
                 (4, ["parallel.cp=2", FULL]),
                 (1, ["model.n_layers=20", FULL, "parallel.passes.activation_checkpointing.every=2"]),
                 (4, [TWICE, FULL, *SPARSE]),
+                (4, ["train.grad_accumulation=3", "parallel.dp_replicate=2", "parallel.ep=2", FULL, *SPARSE]),
                 (4, ["parallel.passes.lora.rank=4"]),
                 (4, ["parallel.passes.compile=true", MUON]),
                 (4, ["parallel.pp=2", "train.grad_accumulation=4", "model.n_layers=22"]),
@@ -302,6 +304,26 @@ def test_a_block_may_hold_its_own_name_and_no_other():
     assert alike(one, other, (["blocks.1"], ["blocks.12"]))
     assert not alike(one, other, (["blocks.2"], ["blocks.12"]))
     assert not alike({"size": [1, 2]}, {"size": [1, 3]}, ([""], [""]))
+
+
+@pytest.mark.parametrize(("order", "is_even"), [([0, 1, 2, 3, 4], True), ([0, 2, 1, 3, 4], True), ([0, 1, 4], False)])
+def test_what_all_turns_hold_to_the_end_is_freed_as_often_as_there_are_turns(order, is_even):
+    """FSDP holds what copies of a shard sum until a backward ends. In doubt the whole model is simulated."""
+    found = [repeated.Repetition(None, [["0"], ["1"], ["2"], ["7"], ["8"]], [[str(i)] for i in range(3, 7)])]
+    turns = [[repeated._Mark(0, "backward", turn), Change("temporary", 0, "temporary", 8)] for turn in (4, 3, 2, 1, 0)]
+    log = [one for turn in turns for one in turn]
+    freed = {1 + 2 * turn: len(log) + place for place, turn in enumerate(order)}
+    log += [Change("temporary", 8, "temporary", 0)] * len(order)
+
+    if not is_even:
+        with pytest.raises(repeated.NotRepeatedError):
+            repeated.lengthened(log, found, 0, freed)
+        return
+    tally = Tally()
+    tally.play(repeated.lengthened(log, found, 0, freed))
+
+    assert tally.peak == 9 * 8
+    assert tally.current["temporary"] == 0
 
 
 @pytest.mark.parametrize("freed", [0, 5, 7, 9])

@@ -80,6 +80,8 @@ class MemoryLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         """Last dimensions that make a tensor count as logits."""
         self.log: list[Any] = []
         """``Change`` and ``Work`` since ``restart``, and what else is put there to mark a place."""
+        self.freed: dict[int, int] = {}
+        """The places in the log where storages are freed, by the places where they have been made."""
         self._at_start: Counter[str] = Counter()
         self._live: dict[int, Storage] = {}
         self._watched: dict[int, weakref.ref[torch.UntypedStorage]] = {}
@@ -88,6 +90,7 @@ class MemoryLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
     def restart(self) -> None:
         """Begin the log."""
         self.log.clear()
+        self.freed.clear()
         self._at_start.clear()
         for entry in self._live.values():
             entry.birth = _BEFORE
@@ -246,6 +249,8 @@ class MemoryLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         entry = self._live.pop(key)
         entry.freed = len(self.log)
         if entry.size > 0:
+            if entry.birth >= 0:
+                self.freed[entry.birth] = entry.freed
             self._change(entry, 0, entry.category)
 
     def _change(self, entry: Storage, size: int, category: str) -> None:

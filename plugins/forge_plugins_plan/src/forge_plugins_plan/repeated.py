@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import pairwise
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import attrs
@@ -22,6 +23,7 @@ _FIRST, _LAST = 3, 2
 """Turns that are simulated, of the first ones and of the last. All but the first and the last must do the same."""
 _LONGEST = 8
 """Blocks of different kinds that may take turns."""
+_NONE: Mapping[int, int] = MappingProxyType({})
 
 
 class NotRepeatedError(Exception):
@@ -158,11 +160,14 @@ def _marking_reduction(block: Any, mark: Callable[[], None]) -> Callable[[], Non
     return lambda: delattr(group, "post_backward")
 
 
-def lengthened(log: Sequence[Any], found: Sequence[Repetition], gradients: int) -> Timeline:
+def lengthened(
+    log: Sequence[Any], found: Sequence[Repetition], gradients: int, freed: Mapping[int, int] = _NONE
+) -> Timeline:
     """The log of the whole model, from that of a model that was ``shortened``.
 
     Args:
         gradients: bytes that it is known to have made of them in the end, for a check.
+        freed: places in the log where storages are freed, by the places where they have been made.
 
     Raises:
         NotRepeatedError: turns are unlike each other, or what they add up to cannot be.
@@ -170,6 +175,7 @@ def lengthened(log: Sequence[Any], found: Sequence[Repetition], gradients: int) 
     places = [i for i, one in enumerate(log) if isinstance(one, _Mark)]
     timeline: list[Change | Work | Microbatch | Repeat] = []
     added: list[Counter[str]] = [Counter() for _ in found]
+    late: dict[int, tuple[int, Repeat]] = {}
     done = 0
     while places:
         kept = len(found[log[places[0]].repetition].kept)
@@ -179,13 +185,52 @@ def lengthened(log: Sequence[Any], found: Sequence[Repetition], gradients: int) 
         if any(turn != turns[0] for turn in turns):
             raise NotRepeatedError("blocks that are alike do not do the same")
         times = len(turns) + len(found[number].left_out)
-        timeline += [one for one in log[done : own[1]] if not isinstance(one, _Mark)]
+        timeline += _as_logged(log, done, own[1], late)
         timeline.append(Repeat(turns[0], times))
         added[number].update(_net(turns[0]))
+        if (frees := _freed_late(log, own, freed)) is not None:
+            late[frees[0]] = frees[1], Repeat(log[frees[0] : frees[0] + frees[2]], times + 1)
+            added[number].update(_net(late[frees[0]][1].changes))
         done = own[-2]
-    timeline += [one for one in log[done:] if not isinstance(one, _Mark)]
+    timeline += _as_logged(log, done, len(log), late)
     _check(log, timeline, found, added, gradients)
     return timeline
+
+
+def _freed_late(log: Sequence[Any], own: Sequence[int], freed: Mapping[int, int]) -> tuple[int, int, int] | None:
+    """Where all turns but the first and the last free, one after the other, what each has held until all were done, and
+    how much of it is one turn's. FSDP does so with what ranks sum that hold the same shards.
+
+    Args:
+        own: where turns begin.
+    """
+    spans = [*pairwise(own[1:])]
+    held = [made - own[1] for made in range(*spans[0]) if freed.get(made, 0) > own[-1]]
+    by_turn = sorted(sorted(freed.get(first + place, 0) for place in held) for first, _ in spans)
+    places = [place for turn in by_turn for place in turn]
+    if not held or places != [*range(places[0], places[-1] + 1)]:
+        return None
+    does_the_same = len({tuple(log[place] for place in turn) for turn in by_turn}) == 1
+    return (places[0], places[-1] + 1, len(held)) if does_the_same else None
+
+
+def _as_logged(
+    log: Sequence[Any], first: int, end: int, late: Mapping[int, tuple[int, Repeat]]
+) -> Iterator[Change | Work | Microbatch | Repeat]:
+    """What is between two places, without marks. What the turns of a repetition free late comes as often as they do.
+
+    Args:
+        late: by where it begins, where that ends and what it is.
+    """
+    place = first
+    while place < end:
+        if place in late:
+            place, repeat = late[place]
+            yield repeat
+            continue
+        if not isinstance(log[place], _Mark):
+            yield log[place]
+        place += 1
 
 
 def _one_pass(marks: Sequence[_Mark], kept: int) -> int:

@@ -302,7 +302,7 @@ class Simulation:
             like = OptimizerStep(updated, ledger.start(known), ledger.log[n_of_run:], largest)
         assert like is not None
         log = ledger.log[:n_of_run]
-        run = lengthened(log, found, like.largest["gradients"]) if found else log
+        run = lengthened(log, found, like.largest["gradients"], ledger.freed) if found else log
         return _memory(like, run), like, run
 
 
