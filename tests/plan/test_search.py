@@ -96,6 +96,7 @@ def test_the_layout_that_is_simulated_first_is_one_that_sends_little_over_slow_l
 
     degrees = best["candidate"]["degrees"]
     assert degrees["dp_shard"] * degrees["cp"] * degrees["tp"] <= 2, degrees
+    assert "a step of a rank is simulated" in found.said
     assert re.search(r"layouts looked at, \d of at most 1 simulated", found.said)
 
 

@@ -17,6 +17,8 @@ from forge_core.job import catalog_of, load_job
 from forge_core.run.process import frozen_imports
 
 if TYPE_CHECKING:
+    from rich.status import Status
+
     from forge_core.config.sections import Job
     from forge_core.contracts.gpu import Gpu
     from forge_plugins_plan.ettr_report import EttrReport
@@ -117,7 +119,7 @@ def plan(
             "planned, or measure this machine: --calibrate"
         )
     catalog = catalog_of(job, obj.catalog)
-    with without_collections():
+    with without_collections(), _saying("a step of a rank is simulated"):
         planned = make_plan(job, catalog, ranks, vocab_size, planned_gpu, ranks_per_node, machine)
     failed = next((stage for stage in planned.stages if stage.reason), None)
     told, seconds = None, planned.time.seconds if step_seconds is None and planned.time is not None else step_seconds
@@ -129,18 +131,23 @@ def plan(
         told = report_of(job, planned, figures, seconds)
     found = None
     if searches and planned.time is not None and machine is not None:
-        from rich.console import Console
-
         from forge_plugins_plan.search import search
 
         def load(more: Sequence[str]) -> Job:
             return load_job(config, [*overrides, *more], catalog=catalog, world_size=ranks)
 
-        with Console(stderr=True).status("layouts are looked at") as status:  # says nothing where there is no terminal
+        with _saying("layouts are looked at") as status:
             found = search(job, load, catalog, planned, machine, status.update)
     _echo(planned, found, told, run, as_json=as_json)
     if failed is not None:
         raise ConfigError(f"the build succeeds, but a step of rank {failed.rank} cannot be simulated: {failed.reason}")
+
+
+def _saying(what: str) -> Status:
+    """Words on a terminal while it lasts; elsewhere nothing."""
+    from rich.console import Console
+
+    return Console(stderr=True).status(what)
 
 
 def _job_and_ranks(
