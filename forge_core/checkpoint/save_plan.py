@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -13,9 +12,8 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 
+from forge_core.checkpoint.garbage_collection import young_objects_alone
 from forge_core.distributed.collective_errors import any_rank
-
-_NEVER = 2**31 - 1
 
 
 class RememberedPlan(DefaultSavePlanner):
@@ -33,22 +31,16 @@ class RememberedPlan(DefaultSavePlanner):
 
     @contextmanager
     def of(self, tensors: Mapping[str, torch.Tensor], group: dist.ProcessGroup) -> Iterator[RememberedPlan]:
-        """Plan a save of these in this context. All ranks enter it together.
-
-        Python does not search all objects for garbage meanwhile. It does so again and again while it unpickles millions
-        that are no garbage, and takes several times as long. Young objects are searched as ever.
-        """
-        thresholds = gc.get_threshold()
-        gc.set_threshold(*thresholds[:2], _NEVER)
-        try:
-            self.set_up_planner(dict(tensors), is_coordinator=dist.get_rank() == 0)
-            own = super().create_local_plan()
-            if any_rank(self._final is None or own != self._own, group=group)[0]:
-                self._own, self._final = own, None
-            yield self
-        finally:
-            gc.set_threshold(*thresholds)
-            self.state_dict, self.global_plan = {}, []  # which may be gigabytes
+        """Plan a save of these in this context. All ranks enter it together."""
+        with young_objects_alone():
+            try:
+                self.set_up_planner(dict(tensors), is_coordinator=dist.get_rank() == 0)
+                own = super().create_local_plan()
+                if any_rank(self._final is None or own != self._own, group=group)[0]:
+                    self._own, self._final = own, None
+                yield self
+            finally:
+                self.state_dict, self.global_plan = {}, []  # which may be gigabytes
 
     def create_local_plan(self) -> SavePlan:
         return SavePlan([]) if self._final or self._own is None else self._own

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from forge_core.checkpoint.contents import JOB, STATE, parse_job, parse_state, read_job, read_text
 from forge_core.checkpoint.fsync import flush
+from forge_core.checkpoint.garbage_collection import young_objects_alone
 from forge_core.checkpoint.manifest import (
     FILE_NAME,
     DamagedError,
@@ -37,7 +38,7 @@ __all__ += ["superfluous", "whole_problem"]
 Result = TypeVar("Result")
 
 
-@attrs.frozen
+@attrs.define(eq=False)
 class Checkpoint:
     """A committed checkpoint, verified when it was opened.
 
@@ -46,7 +47,8 @@ class Checkpoint:
 
     path: Path
     manifest: Manifest
-    _description: Metadata
+    description: Metadata
+    """Where the parts of each tensor lie."""
     _texts: Mapping[str, bytes]
     """``state.json`` and ``job.toml``, where they could be read."""
 
@@ -72,11 +74,15 @@ class Checkpoint:
 
     def saved_tensors(self) -> Mapping[str, Any]:
         """Descriptions (``size``, ``properties.dtype``) of the tensors, by key."""
-        return saved_tensors(self._description)
+        return saved_tensors(self.description)
+
+    def forget_tensors(self) -> None:
+        """Give back the memory of their descriptions, gigabytes for a thousand ranks. None can be read from now on."""
+        del self.description
 
     def refuse_misfits(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Raises as ``load`` does, and reads nothing. For ranks that must all know before they read together."""
-        refuse_misfits(self.path, self._description, tensors)
+        refuse_misfits(self.path, self.description, tensors)
 
     def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Read into the given tensors, each rank its own part.
@@ -85,7 +91,7 @@ class Checkpoint:
             ConfigError: a key, shape or dtype is not what the checkpoint has, or what is stored is not what it says.
                 Tensors of the checkpoint that are not asked for are the caller's business.
         """
-        self._read(lambda path: read_tensors(path, self._description, tensors))
+        self._read(lambda path: read_tensors(path, self.description, tensors))
 
     def _read(self, read: Callable[[Path], Result]) -> Result:
         try:
@@ -362,7 +368,8 @@ def _whole(path: Path) -> Checkpoint | str:
     if ranks > 1 and any_rank(problem is not None)[0]:
         problems = enumerate(gather(problem))
         problem = next(f"{one} (as rank {r} sees it)" if r else one for r, one in problems if one)
-    return problem or run_on_rank0(lambda: _read(path, manifest))
+    with young_objects_alone():  # the others unpickle what rank 0 has read
+        return problem or run_on_rank0(lambda: _read(path, manifest))
 
 
 def _manifest_of(path: Path) -> Manifest | str:

@@ -316,6 +316,7 @@ class _Training:
         setup = self._setup
         if setup.checkpoint is not None:
             restore_tensors(setup.checkpoint, setup.callbacks, setup.mesh, setup.console.line)
+            setup.checkpoint.forget_tensors()  # training may take weeks
         self._evaluation_weights.by_name()  # what is wrong with them is known before the first step
 
     def _make_evaluations(self, built: Built, metrics: Metrics) -> Evaluations:

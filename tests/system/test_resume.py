@@ -1,5 +1,6 @@
 """Resume is exact: bit-identical on the same layout."""
 
+import gc
 import json
 import re
 import shlex
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.checkpoint.metadata import Metadata
 
 from forge_core.checkpoint.store import open_checkpoint
 from forge_core.cli import main
@@ -15,6 +17,7 @@ from forge_core.errors import ConfigError, ExitCode
 from forge_core.job import load_job
 from forge_core.registry.discovery import discover
 from forge_core.run.global_batch import with_global_batch
+from forge_core.train.trainer import Trainer
 
 
 def tensors_of(checkpoint: Path) -> dict[str, torch.Tensor]:
@@ -55,6 +58,23 @@ def test_five_steps_then_five_more_equal_ten(shared_tiny, training_values, layou
     assert training_values(resumed) == training_values(straight)
     checkpoints = [shared_tiny.path(f"{name}-{half}") / "checkpoints/step_00000010" for half in ("straight", "halved")]
     assert_same_checkpoint(*checkpoints)
+
+
+@pytest.mark.parametrize("load", [False, True], ids=["resumed", "loaded"])
+def test_where_tensors_lie_in_a_checkpoint_is_not_kept_while_it_trains(tiny, monkeypatch, load):
+    """Of thousands of ranks, it is gigabytes on each."""
+    assert main(["run", str(tiny.config), "train.steps=3"]) == 0
+    train_step, kept = Trainer._train_step, []
+
+    def step(self, microbatches):
+        kept.append(sum(isinstance(one, Metadata) for one in gc.get_objects()))
+        return train_step(self, microbatches)
+
+    monkeypatch.setattr(Trainer, "_train_step", step)
+    more = ["run.name=loaded", f"checkpoint.load.path={tiny.path()}"] if load else []
+    assert main(["run", str(tiny.config), "train.steps=4", *more]) == 0
+
+    assert kept[0] == 0
 
 
 def test_a_run_of_two_ranks_goes_on_in_one_process_with_the_same_samples_and_losses(shared_tiny):

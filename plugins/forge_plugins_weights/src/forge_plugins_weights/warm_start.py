@@ -102,6 +102,9 @@ class LoadedTensors(WarmStart):
             )
             for start, read in zip(self._starts, reads, strict=True)
         ]
+        for start in self._starts:
+            if isinstance(start.checkpoint, Checkpoint):
+                start.checkpoint.forget_tensors()
         _tell(loads, self._say)
         accounts = [attrs.asdict(one) for one in loads]
         return {"loads": accounts} if isinstance(self._job.checkpoint.load, tuple) else accounts[0]

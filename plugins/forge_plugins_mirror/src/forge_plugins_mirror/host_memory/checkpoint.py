@@ -10,7 +10,6 @@ import attrs
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import create_default_local_load_plan
-from torch.distributed.checkpoint.metadata import Metadata
 
 from forge_core.checkpoint.store import Checkpoint
 from forge_core.distributed.collective_errors import run_on_all_ranks
@@ -19,12 +18,10 @@ from forge_plugins_mirror.host_memory.node import Nodes
 from forge_plugins_mirror.host_memory.transfers import Transfer, exchange
 
 
-@attrs.frozen
+@attrs.define(eq=False)
 class MemoryCheckpoint(Checkpoint):
     """Each rank has it, with the path of its own node. All ranks load from it together."""
 
-    places: Metadata
-    """Where in which file each tensor is."""
     nodes: Nodes
     holders: dict[str, set[int]]
     """The nodes that have each file of tensors, whole."""
@@ -37,8 +34,8 @@ class MemoryCheckpoint(Checkpoint):
     def _files_of(self, tensors: Mapping[str, torch.Tensor]) -> set[str]:
         """The files that this rank reads."""
         self.refuse_misfits(tensors)
-        plan = create_default_local_load_plan(dict(tensors), self.places)
-        return {self.places.storage_data[item.storage_index].relative_path for item in plan.items}
+        plan = create_default_local_load_plan(dict(tensors), self.description)
+        return {self.description.storage_data[item.storage_index].relative_path for item in plan.items}
 
     def _bring(self, names: set[str]) -> None:
         of_ranks: list[Any] = [None] * dist.get_world_size()

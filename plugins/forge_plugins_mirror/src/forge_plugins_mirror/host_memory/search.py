@@ -100,7 +100,7 @@ class Search:
         places = run_on_all_ranks(lambda: _description(path))
         files = {name: nodes for name, nodes in holders.items() if name.endswith(TENSORS)}
         known = {name: texts[name] for name in (STATE, JOB) if name in texts}
-        return MemoryCheckpoint(path, manifest, places, known, places, self._nodes, files)
+        return MemoryCheckpoint(path, manifest, places, known, self._nodes, files)
 
     def _holders(self, path: Path, manifest: Manifest) -> tuple[dict[str, set[int]], str]:
         """The nodes that have each file as it was written, and what is wrong with one that is not. The ranks of a node
