@@ -19,7 +19,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.futures import Future
@@ -186,7 +192,15 @@ class _Unpickler(pickle.Unpickler):
         if (module, name) not in _ALLOWED:
             raise pickle.UnpicklingError(f"it refers to {module}.{name}")
         found = super().find_class(module, name)
+        if found is TensorProperties:
+            found = _Properties
         return found if isinstance(found, torch.dtype) else _stand_in(found)
+
+
+class _Properties(TensorProperties):
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        """Leave the strides out: torch 2.15 writes them last, and one before it would refuse them."""
+        super().__setstate__(state[:5])  # type: ignore[no-untyped-call]
 
 
 class _Sealed(type):
