@@ -49,6 +49,11 @@ def test_a_light_command_imports_nothing_heavy(poisoned, arguments):
     assert finished.returncode == 0, finished.stderr
 
 
+def without_notes(stderr):
+    """On a machine that is busy, a plugin of ours may take half a second to import, too, which is noted."""
+    return "".join(line for line in stderr.splitlines(keepends=True) if not line.startswith("note: importing "))
+
+
 def test_a_run_of_a_wrong_job_is_refused_before_anything_heavy_is_imported(poisoned):
     finished = subprocess.run(
         [sys.executable, "-m", "forge_core", "run", "configs/demo.toml", "train.steps=abc"],
@@ -59,7 +64,7 @@ def test_a_run_of_a_wrong_job_is_refused_before_anything_heavy_is_imported(poiso
     )
 
     assert finished.returncode == 2, finished.stderr
-    assert finished.stderr.startswith("error: train.steps=abc: train.steps: expected an integer")
+    assert without_notes(finished.stderr).startswith("error: train.steps=abc: train.steps: expected an integer")
 
 
 def test_every_installed_component_can_be_described_without_torch(poisoned):
@@ -104,5 +109,5 @@ def test_completing_a_line_imports_nothing_heavy(poisoned, line):
         text=True,
     )
 
-    assert (finished.stderr, finished.returncode) == ("", 0)
+    assert (without_notes(finished.stderr), finished.returncode) == ("", 0)
     assert finished.stdout

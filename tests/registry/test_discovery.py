@@ -502,6 +502,6 @@ def test_a_plugin_that_takes_long_to_import_is_marked_and_noted_by_other_command
     others = capsys.readouterr().err
 
     assert re.search(r"^acme +1\.0 +ok, slow +\d+\.\dms", listed.out, re.MULTILINE)
-    assert "warning: importing acme takes 0." in listed.out
+    assert re.search(r"warning: importing acme takes \d+\.\d", listed.out)
     assert "takes" not in listed.err
-    assert re.search(r"^note: importing acme 1\.0 takes 0\.\d s, for which every forge command waits$", others, re.M)
+    assert re.search(r"^note: importing acme 1\.0 takes \d+\.\d s, for which every forge command waits$", others, re.M)
