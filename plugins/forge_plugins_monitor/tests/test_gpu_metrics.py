@@ -41,8 +41,10 @@ def driver(*, utilization=50, milliwatts=650_500, degrees=61, used=3 * 2**29, cl
     }
     stack.enter_context(mock.patch.multiple(pynvml, **functions))
     stack.enter_context(mock.patch.object(torch.cuda, "is_available", return_value=True))
-    # optimizers ask it once there is a GPU; torch for CUDA then asks the driver, of which there is none
+    # optimizers ask both once there is a GPU; torch for CUDA then asks the driver, of which there is none
     stack.enter_context(mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=False))
+    asked = "_accelerator_graph_capture_health_check"  # of torch 2.15
+    stack.enter_context(mock.patch.object(torch.optim.Optimizer, asked, mock.Mock(), create=True))
     stack.enter_context(mock.patch.object(torch.cuda, "get_device_properties", return_value=SimpleNamespace(uuid="u")))
     return stack
 
