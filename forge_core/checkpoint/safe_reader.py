@@ -192,15 +192,15 @@ class _Unpickler(pickle.Unpickler):
         if (module, name) not in _ALLOWED:
             raise pickle.UnpicklingError(f"it refers to {module}.{name}")
         found = super().find_class(module, name)
-        if found is TensorProperties:
-            found = _Properties
-        return found if isinstance(found, torch.dtype) else _stand_in(found)
+        made = _Properties if found is TensorProperties else found
+        return made if isinstance(made, torch.dtype) else _stand_in(made)
 
 
 class _Properties(TensorProperties):
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         """Leave the strides out: torch 2.15 writes them last, and one before it would refuse them."""
         super().__setstate__(state[:5])  # type: ignore[no-untyped-call]
+        self.__class__ = TensorProperties  # type: ignore[assignment]  # as which it is written, next to frozen tensors
 
 
 class _Sealed(type):
