@@ -21,4 +21,5 @@ def young_objects_alone() -> Iterator[None]:
     try:
         yield
     finally:
-        gc.set_threshold(*thresholds)
+        if thresholds[2] != _NEVER:  # else a save in another thread has set it, and takes it back
+            gc.set_threshold(*thresholds)

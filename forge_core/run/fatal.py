@@ -55,12 +55,9 @@ def fatal_errors_kept(run_directory: Path, rank: int) -> Iterator[None]:
 def note_end(run_directory: Path, error: str, exit_code: int) -> None:
     """The event ``failed`` of a start that could not write it itself."""
     path = run_directory / "events.jsonl"
-    try:
+    with suppress(OSError, ValueError, LookupError, TypeError):  # nothing had begun, or the disk is what has failed
         last = json.loads(path.read_bytes().splitlines()[-1])
-        if last["event"] in ENDS:
-            return
-        file = LineFile(path)
-        file.append(event_line("failed", step=last["step"], error=error, exit_code=exit_code))
-        file.close()
-    except (OSError, ValueError, LookupError, TypeError):
-        return  # nothing had begun, or the disk is what has failed
+        if last["event"] not in ENDS:
+            file = LineFile(path)
+            file.append(event_line("failed", step=last["step"], error=error, exit_code=exit_code))
+            file.close()
