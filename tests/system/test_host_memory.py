@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import shutil
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.checkpoint.metadata import Metadata
 
 import fork_server
 from forge_core.checkpoint.contents import SampleRange
@@ -415,6 +417,22 @@ def test_a_run_that_goes_back_forgets_the_steps_that_it_gives_up(here, monkeypat
     assert seen[again] == (5, [])  # that of step 6 is gone
     assert [step for _, step in events(here, "kept_in_memory")] == [3, 6, 6, 9]
     assert len(events(here, "mirror_failed")) == (not is_written)
+
+
+def test_what_is_in_memory_and_older_than_the_disk_is_not_described_to_the_end(here, monkeypatch):
+    train_step, described = Trainer._train_step, []
+
+    def step(self, microbatches):
+        if self.step == 5:
+            described.append(sum(isinstance(one, Metadata) for one in gc.get_objects()))
+            raise RuntimeError("it ends here")
+        return train_step(self, microbatches)
+
+    monkeypatch.setattr(Trainer, "_train_step", step)
+    assert here("checkpoint.interval=4") == here() == 1
+
+    assert described[1:] == [0]
+    assert events(here, "kept_in_memory", "resumed") == [("kept_in_memory", 3), ("resumed", 4)]
 
 
 def test_a_checkpoint_is_left_out_while_the_one_before_is_written(here, monkeypatch, capsys):

@@ -54,6 +54,7 @@ class HostMemory(CheckpointMirror):
         return self._found
 
     def begin(self, start: MirrorStart) -> None:
+        self._found = None  # its description is large, and the run may go on from another one
         before, may_go_on = run_on_rank0(self._known)
         goes_on = may_go_on and start.step >= 0
         known = before if before is not None and goes_on else run_on_rank0(lambda: History.new(self._run_directory))
