@@ -189,7 +189,8 @@ def prepare(begun: Begun) -> RunSetup:
         ]
     )
     peers.calling = lambda: events.calling
-    tokens_per_step = cast("int", job.train.global_batch_size) * job.train.seq_len  # set by with_global_batch
+    assert job.train.global_batch_size, "set by with_global_batch"
+    tokens_per_step = job.train.global_batch_size * job.train.seq_len
     return RunSetup(
         **{**attrs.asdict(begun, recurse=False), "job": job},
         build=build,

@@ -63,8 +63,8 @@ class _Found:
 
     def facts(self) -> dict[str, Any]:
         """Return what an event has of it."""
-        facts = attrs.asdict(self, filter=attrs.filters.exclude("numbers"))
-        return facts | {"gradients": self.gradients[:_LISTED], "n_gradients": len(self.gradients)}
+        facts = {"rank": self.rank, "loss": self.loss, "inputs": self.inputs}
+        return {**facts, "gradients": self.gradients[:_LISTED], "n_gradients": len(self.gradients)}
 
 
 class StepGuard:
