@@ -47,7 +47,7 @@ class Checkpoint:
 
     path: Path
     manifest: Manifest
-    description: Metadata
+    description: Metadata = attrs.field(repr=False)
     """Where the parts of each tensor lie."""
     _texts: Mapping[str, bytes]
     """``state.json`` and ``job.toml``, where they could be read."""
