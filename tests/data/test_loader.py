@@ -127,6 +127,24 @@ def test_a_loader_goes_on_elsewhere_whatever_it_has_read_ahead(workers):
         assert batches.position == 16
 
 
+def test_a_loader_that_goes_on_elsewhere_leaves_what_it_has_not_begun_to_read_ahead():
+    read, may_go_on = [], threading.Event()
+
+    class Slow(NumberedSource):
+        def read(self, indices):
+            read.append(int(indices[0]))
+            assert indices[0] == 0 or may_go_on.wait(10)
+            return super().read(indices)
+
+    with loader(Slow(100), workers=1, shuffle=False) as batches:
+        next(batches)
+        batches.restart(batches.stream, position=40)
+        may_go_on.set()
+        next(batches)
+
+    assert {number for number in read if number < 40} <= {0, 2}
+
+
 def test_where_the_samples_of_a_rank_are_in_the_stream_is_known():
     with loader(NumberedSource(100), grad_accumulation=2, dp_rank=1, dp_size=2) as batches:
         assert batches.numbers_of_step(16) == [18, 19, 22, 23]
@@ -267,15 +285,20 @@ next(batches)
 
 
 WRONG = {
-    "an id beyond": ({"tokens": (2, 99)}, r"token 2 of the sample at position 1 is 99; ids are 0 to 98"),
-    "a negative id": ({"tokens": (0, -1)}, r"token 0 of the sample at position 1 is -1; ids are 0 to 98"),
-    "a target beyond": ({"targets": (3, 99)}, r"target 3 of the sample at position 1 is 99; ids are 0 to 98"),
-    "a negative target": ({"targets": (3, -5)}, r"target 3 of the sample at position 1 is -5; ids are 0 to 98"),
+    "an id beyond": ({"tokens": (2, 99)}, r"token 2 of the sample at position 5 is 99; ids are 0 to 98"),
+    "a negative id": ({"tokens": (0, -1)}, r"token 0 of the sample at position 5 is -1; ids are 0 to 98"),
+    "a target beyond": ({"targets": (3, 99)}, r"target 3 of the sample at position 5 is 99; ids are 0 to 98"),
+    "a negative target": ({"targets": (3, -5)}, r"target 3 of the sample at position 5 is -5; ids are 0 to 98"),
     "ignored": ({"targets": (3, -100)}, None),
-    "a weight": (
+    "a negative weight": (
         {"weights": (1, -0.5)},
-        r"the weight of target 1 of the sample at position 1 is -0.5; weights must be f",
+        r"the weight of target 1 of the sample at position 5 is -0.5; weights must be f",
     ),
+    "an infinite weight": (
+        {"weights": (1, np.inf)},
+        r"the weight of target 1 of the sample at position 5 is inf; weights must be f",
+    ),
+    "a weight of nothing": ({"weights": (1, 0)}, None),
 }
 
 
@@ -291,7 +314,7 @@ def test_a_sample_that_is_wrong_is_told_before_the_model_is_given_it(case):
             batch[name][indices == 1, column] = value
             return batch
 
-    batches = loader(Wrong(4), batch_size=4, shuffle=False)
+    batches = loader(Wrong(4), position=4, batch_size=4, shuffle=False)
     if sentence is None:
         assert next(batches)
         return

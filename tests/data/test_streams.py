@@ -234,6 +234,15 @@ def test_the_next_step_does_not_wait_for_a_stream_that_is_read_ahead():
     assert [tokens_of(step) for step in steps] == [[2 * n, 2 * n + 1, 1000 + 2 * n, 1001 + 2 * n] for n in range(3)]
 
 
+def test_a_microbatch_that_others_have_overtaken_is_still_there():
+    source = Letters(2)
+    with loader(StreamsByPosition(source), workers=1) as batches:
+        batches.stream.read(np.array([10, 11]))
+        batches.stream.read(np.array([0, 1]))
+
+    assert source.opened == [(0, None), (1, None)]
+
+
 def test_what_stands_between_is_not_kept_and_can_be_read_all_the_same():
     streams = StreamsByPosition(Letters(2))
     streams.read_at(np.array([10_000, 10_001, 10_002]))

@@ -1,5 +1,6 @@
 import errno
 import os
+from pathlib import Path
 
 import pytest
 
@@ -46,6 +47,7 @@ def test_a_line_that_was_written_in_part_is_completed(tmp_path, failing, monkeyp
     lines = LineFile(tmp_path / "lines")
     failing(3)
     lines.append("a line that is long")
+    assert (tmp_path / "lines").read_text() == "a line that is long\n"
     failing(0)
     with pytest.raises(OSError, match="No space left"):
         lines.append("another")
@@ -65,6 +67,51 @@ def test_what_cannot_be_written_to_the_end_is_counted_and_bounded(tmp_path, fail
 
     assert lines.close() == 30
     assert (tmp_path / "lines").read_text() == ""
+
+
+def test_lines_beyond_the_most_that_is_kept_are_left_out_once_there_is_room(tmp_path, failing, monkeypatch):
+    monkeypatch.setattr(line_file, "MOST_KEPT", 100)
+    lines = LineFile(tmp_path / "lines")
+    failing(0)
+    for number in range(30):
+        with pytest.raises(OSError, match="No space left"):
+            lines.append(f"line {number:4}")
+    failing()
+
+    assert lines.close() == 20
+    assert (tmp_path / "lines").read_text().splitlines() == [f"line {number:4}" for number in range(10)]
+
+
+def test_lines_that_are_kept_are_written_when_all_is_made_to_last(tmp_path, failing):
+    lines = LineFile(tmp_path / "lines")
+    failing(0)
+    with pytest.raises(OSError, match="No space left"):
+        lines.append("kept")
+    failing()
+
+    lines.sync()
+    assert (tmp_path / "lines").read_text() == "kept\n"
+
+
+def test_text_that_is_no_utf_8_is_written_with_question_marks(tmp_path):
+    lines = LineFile(tmp_path / "lines")
+    lines.append(os.fsdecode(b"saved in r\xe9sum\xe9"))
+
+    lines.close()
+    assert (tmp_path / "lines").read_text() == "saved in r?sum?\n"
+
+
+def test_a_file_that_cannot_be_read_to_its_end_is_not_left_open(tmp_path, monkeypatch):
+    (tmp_path / "lines").write_text("torn")
+
+    def failing_read(*_):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(line_file.os, "pread", failing_read)
+    with pytest.raises(OSError, match="Input/output error"):
+        LineFile(tmp_path / "lines")
+
+    assert not [one for one in Path("/proc/self/fd").iterdir() if one.resolve() == tmp_path / "lines"]
 
 
 @pytest.mark.parametrize("torn", ["", "half a li", "x" * 10_000, "\0" * 5000])
