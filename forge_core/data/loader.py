@@ -155,7 +155,6 @@ class BatchLoader(Iterator[list[Batch]], AbstractContextManager["BatchLoader"]):
     def close(self) -> None:
         """Stop reading ahead and end the threads, after the reads that are under way. May be called twice."""
         self._closed = True
-        self._ahead.clear()
         if self._pool is not None:
             self._pool.shutdown(wait=True, cancel_futures=True)
 
