@@ -3,6 +3,7 @@
 import copy
 import json
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from inspect import getattr_static
 
@@ -15,6 +16,7 @@ from forge_core.data.loader import BatchLoader
 from forge_core.data.stream import SampleStream
 from forge_core.data.streams import StreamsByPosition
 from forge_core.errors import ConfigError, PluginError
+from forge_core.train.step_guard import _SYNC_AFTER
 
 
 class Letters:
@@ -73,6 +75,41 @@ def test_a_position_has_the_same_sample_however_and_in_which_order_it_is_asked_f
     with ThreadPoolExecutor(8) as pool:
         found = list(pool.map(lambda p: threads.read_at(np.array([p]))["tokens"].item(), range(90)))
     assert found == straight.tolist()
+
+
+def test_threads_that_read_one_stream_wait_for_each_other():
+    class Slow(Letters):
+        def open(self, stream, state):
+            for sample in super().open(stream, state):
+                time.sleep(0.001)
+                yield sample
+
+    streams = StreamsByPosition(Slow(1))
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda p: streams.read_at(np.array([p]))["tokens"].item(), range(40)))
+
+    assert found == [*range(40)]
+
+
+def test_what_stands_before_the_place_where_streams_go_on_can_be_read_too():
+    streams = StreamsByPosition(Letters(2))
+    streams.restart(9, [{"read": 9}, {"read": 9}])
+
+    assert streams.read_at(np.array([18, 5, 19]))["tokens"].ravel().tolist() == [9, 1002, 1009]
+
+
+def test_other_numbers_of_streams_are_other_data():
+    assert StreamsByPosition(Letters(2)).fingerprint != StreamsByPosition(Letters(3)).fingerprint
+
+
+def test_the_steps_that_a_guard_may_ask_for_are_read_again_from_their_own_states():
+    source = Letters(1)
+    one = loader(StreamsByPosition(source))
+    for _ in range(_SYNC_AFTER + 10):
+        next(one)
+
+    assert [batch["tokens"].ravel().tolist() for batch in one.step_at(18)] == [[18, 19]]
+    assert source.opened == [(0, None), (0, {"read": 18})]
 
 
 def test_smaller_samples_of_a_batch_are_filled_up_with_zeros_behind():

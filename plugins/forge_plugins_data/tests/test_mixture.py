@@ -240,6 +240,7 @@ def test_the_samples_are_the_same_on_any_number_of_ranks(open_mixture):
     assert step(1, 24) == step(2, 24) == step(4, 24)
     stream = SampleStream(open_mixture({"a": (2, 400), "b": (1, 300)}), 0, True, [(6, 12)])
     assert stream.counts(12) == {"a": 8, "b": 4}  # of positions 0 to 5 and 12 to 17
+    assert stream.counts(3) == {"a": 2, "b": 1}
 
 
 def test_temperature_brings_shares_together(open_mixture):
