@@ -115,6 +115,34 @@ def test_a_row_is_counted_across_looks_and_ended_by_a_good_step(mesh):
     assert run.anomalies.skipped == 5
 
 
+def test_a_run_goes_back_for_the_first_of_several_rows(mesh):
+    run = Run(mesh, roll_back_after=2)
+    for loss in (float("nan"), float("nan"), 1.0, float("nan"), float("nan"), float("nan")):
+        run.train(loss)
+    run.anomalies.sync()
+
+    assert (run.anomalies.to_leave_out.first_step, run.anomalies.to_leave_out.steps) == (1, 2)
+
+
+def test_a_step_of_which_another_replica_says_so_is_left_out(mesh):
+    run = Run(mesh)
+    run.anomalies = StepGuard(run, any_replica=torch.ones_like)
+
+    assert run.train() == 1
+    run.anomalies.sync()
+    assert run.said == ["step 1: an input of another replica is not finite; its update is left out (samples 0 to 3)"]
+
+
+def test_metrics_that_come_after_a_look_at_their_step_leave_its_row(mesh):
+    run = Run(mesh)
+    run.train(float("nan"))
+    run.anomalies.sync()
+
+    run.anomalies.learn(1.0, step=1)
+
+    assert run.anomalies.in_a_row == 1
+
+
 def test_metrics_that_tell_of_nothing_end_a_row_without_a_look(mesh):
     run = Run(mesh)
     run.train(float("nan"))

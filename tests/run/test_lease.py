@@ -90,6 +90,29 @@ def test_one_on_another_host_that_is_silent_is_taken_over(tmp_path, foreign, mon
     lease.give_back()
 
 
+def test_one_that_has_been_found_silent_is_not_watched_again_and_a_new_holder_is(tmp_path, foreign, monkeypatch):
+    monkeypatch.setattr(forge_core.run.lease, "SILENCE", 0.6)
+    foreign()
+    ended = refuse_if_held(tmp_path)
+    with monkeypatch.context() as context:
+        context.setattr(forge_core.run.lease, "_changes", _quiet)
+        Lease(tmp_path, lambda line: None, ended).give_back()
+
+    other = Lease(tmp_path, _quiet)
+    with pytest.raises(ConfigError, match=f"another process is training in {tmp_path}: process {os.getpid()} on"):
+        Lease(tmp_path, _quiet, ended)
+    other.give_back()
+
+
+def test_of_two_that_take_it_over_at_once_the_last_one_has_it(tmp_path, foreign, monkeypatch):
+    monkeypatch.setattr(forge_core.run.lease, "_refuse_if_alive", lambda path, found: None)
+    foreign()
+    monkeypatch.setattr(forge_core.run.lease.time, "sleep", lambda seconds: foreign())
+
+    with pytest.raises(LeaseLostError, match=r"another attempt \(process 9 on node7, job 42\) has taken over"):
+        Lease(tmp_path, lambda line: None)
+
+
 def test_one_that_was_taken_over_meanwhile_may_not_commit(tmp_path, foreign):
     lease = Lease(tmp_path, _quiet)
 

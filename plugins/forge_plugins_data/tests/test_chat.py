@@ -334,6 +334,19 @@ def test_turns_that_do_not_add_up_are_refused_by_file_line_and_turn(tmp_path, op
         open_chats(write_chats(tmp_path / "a.jsonl", CHATS[0], CHATS[1]), tokenizer)
 
 
+def test_an_answer_that_is_asked_for_in_other_words_than_it_is_written_in_is_refused(
+    tmp_path, open_chats, use_tokenizer
+):
+    template = tmp_path / "asking.jinja"
+    turns = "{% for one in messages %}<{{ one.role }}>{{ one.content }}{% endfor %}"
+    template.write_text(turns + "{% if add_generation_prompt %}<assistant><think>{% endif %}")
+
+    with pytest.raises(
+        ConfigError, match=r"line 1: the template's turns do not add up: message 2 is written otherwise"
+    ):
+        open_chats(write_chats(tmp_path / "a.jsonl", CHATS[0]), use_tokenizer("bytes", chat_template=str(template)))
+
+
 def test_a_template_is_needed_and_jinja_to_read_it(tmp_path, folder, open_chats, use_tokenizer, monkeypatch):
     path, model = write_chats(tmp_path / "a.jsonl", *CHATS), folder("qwen")
 
