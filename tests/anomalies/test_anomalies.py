@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from forge_core.checkpoint.contents import SampleRange
 from forge_core.config.sections import AXES, AnomaliesSection
 from forge_core.contracts.callback import Requests
 from forge_core.contracts.observer import Origin
@@ -17,7 +18,7 @@ from forge_core.data.stream import SampleStream
 from forge_core.distributed.consensus import Consensus
 from forge_core.distributed.mesh import Mesh, join_process_group
 from forge_core.train.gradients import Gradients
-from forge_core.train.step_guard import StepGuard
+from forge_core.train.step_guard import StepGuard, can_skip_on_device
 from saboteur.config import NumberedConfig
 from saboteur.numbered import numbered
 
@@ -94,6 +95,28 @@ def test_one_value_that_is_not_finite_is_enough(mesh, where, value):
     assert run.said == [f"step 2: {whose} is not finite; its update is left out (samples 4 to 7)"]
 
 
+def test_an_input_of_any_microbatch_counts(mesh):
+    run = Run(mesh)
+    next(run.loader)
+    gradients = Gradients({}, mesh, CPU)
+    batches = [{"pixels": torch.tensor([value])} for value in (float("nan"), 0.5)]
+
+    assert run.anomalies.check(1, torch.tensor(1.0), gradients, batches) == 1
+
+
+def test_steps_are_skipped_on_the_device_by_optimizers_that_can_and_where_all_parameters_are_there():
+    here, elsewhere = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2, device="meta"))
+    says_so = torch.optim.SGD([here, elsewhere])
+    says_so.leaves_out = True
+
+    assert can_skip_on_device(torch.optim.AdamW([here], fused=True), CPU)
+    assert not can_skip_on_device(torch.optim.AdamW([here]), CPU)
+    assert not can_skip_on_device(torch.optim.SGD([here], fused=True, momentum=0.9), CPU), "its momentum is not filled"
+    assert not can_skip_on_device(says_so, CPU)
+    del says_so.param_groups[0]["params"][1]
+    assert can_skip_on_device(says_so, CPU)
+
+
 def test_large_finite_values_of_an_input_are_none(mesh):
     assert Run(mesh).train(pixels=torch.full((4,), 3e38)) == 0
 
@@ -117,11 +140,27 @@ def test_a_row_is_counted_across_looks_and_ended_by_a_good_step(mesh):
 
 def test_a_run_goes_back_for_the_first_of_several_rows(mesh):
     run = Run(mesh, roll_back_after=2)
-    for loss in (float("nan"), float("nan"), 1.0, float("nan"), float("nan"), float("nan")):
+    for loss in (*[float("nan")] * 3, 1.0, *[float("nan")] * 4):
         run.train(loss)
     run.anomalies.sync()
 
-    assert (run.anomalies.to_leave_out.first_step, run.anomalies.to_leave_out.steps) == (1, 2)
+    assert run.anomalies.to_leave_out == SampleRange(first_step=1, start=0, stop=12, steps=3)
+
+
+@pytest.mark.parametrize("where", ["here", "on another rank"])
+def test_a_step_that_has_made_parameters_not_finite_is_gone_back_for_by_all_ranks(mesh, where):
+    run = Run(mesh)
+    if where != "here":
+        run.consensus = SimpleNamespace(any_rank=lambda flag: True, reduce=lambda flag: flag)
+    run.train()
+    assert where != "here" or run.anomalies.parameters_are_finite([torch.ones(2)], 1)
+    run.train()
+
+    parameters = [torch.ones(2), torch.tensor([float("nan") if where == "here" else 1.0])]
+
+    assert not run.anomalies.parameters_are_finite(parameters, 2)
+    assert run.anomalies.to_leave_out == SampleRange(first_step=2, start=4, stop=8, steps=1)
+    assert run.said == ["step 2: its update has made parameters that are not finite; they are not saved"]
 
 
 def test_a_step_of_which_another_replica_says_so_is_left_out(mesh):
@@ -177,6 +216,7 @@ def test_a_spike_does_not_move_the_mean(mesh):
     found = [bool(run.train(gradient=gradient)) for gradient in (50.0, 1.0, 1.0, 100.0, 1.0, 100.0, 30.0, 20.0)]
 
     assert found == [False, False, False, True, False, True, True, False]
+    assert run.anomalies.state()["mean_norm"][1] == 5, "the good ones"
 
 
 def test_the_mean_follows_norms_that_have_changed_within_a_few_windows(mesh):

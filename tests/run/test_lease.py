@@ -50,7 +50,8 @@ def test_a_second_process_is_refused_and_told_who_is_training(tmp_path):
     lease.give_back()
 
 
-def test_one_that_a_killed_process_left_is_taken_over_at_once(tmp_path):
+def test_one_that_a_killed_process_left_is_taken_over_at_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(forge_core.run.lease, "_changes", _quiet)
     take = "from forge_core.run.lease import Lease; Lease(pathlib.Path(sys.argv[1]), print)"
     code = f"import os, sys, pathlib; {take}; os._exit(9)"
     subprocess.run([sys.executable, "-c", code, tmp_path], timeout=60)
@@ -87,6 +88,18 @@ def test_one_on_another_host_that_is_silent_is_taken_over(tmp_path, foreign, mon
     lease = Lease(tmp_path, lambda line: None, ended)
 
     lease.refuse_if_lost()
+    lease.give_back()
+
+
+def test_a_longer_one_is_written_over_whole(tmp_path, foreign, monkeypatch):
+    monkeypatch.setattr(forge_core.run.lease, "_refuse_if_alive", lambda path, found: None)
+    foreign()
+    longer = (tmp_path / FILE_NAME).read_text().replace("node7", "node7" * 100)
+    (tmp_path / FILE_NAME).write_text(longer)
+
+    lease = Lease(tmp_path, lambda line: None)
+
+    assert json.loads((tmp_path / FILE_NAME).read_text())["process"] == os.getpid()
     lease.give_back()
 
 
@@ -172,6 +185,76 @@ def test_the_heartbeat_does_not_write_over_another_ones(tmp_path, foreign):
 
     assert (tmp_path / FILE_NAME).read_text() == before
     lease.give_back()
+
+
+def test_a_heartbeat_that_is_being_written_does_not_outlive_the_lease(tmp_path, monkeypatch):
+    monkeypatch.setattr(forge_core.run.lease, "BEAT", 0.05)
+    write, is_writing = forge_core.run.lease._write, threading.Event()
+
+    def slow(path, text):
+        is_writing.set()
+        time.sleep(0.3)
+        write(path, text)
+
+    monkeypatch.setattr(forge_core.run.lease, "_write", slow)
+    lease = Lease(tmp_path, _quiet)
+    assert is_writing.wait(10)
+
+    lease.give_back()
+    time.sleep(0.5)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_heart_beats_again_after_a_disk_has_failed(tmp_path, monkeypatch):
+    monkeypatch.setattr(forge_core.run.lease, "BEAT", 0.05)
+    write, tries, has_beaten = forge_core.run.lease._write, iter(range(100)), threading.Event()
+
+    def failing(path, text):
+        if next(tries) < 2:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        write(path, text)
+        has_beaten.set()
+
+    monkeypatch.setattr(forge_core.run.lease, "_write", failing)
+    lease = Lease(tmp_path, _quiet)
+
+    assert has_beaten.wait(10)
+    lease.give_back()
+
+
+def test_one_that_is_lost_does_not_come_back(tmp_path, foreign):
+    lease = Lease(tmp_path, _quiet)
+    own = (tmp_path / FILE_NAME).read_text()
+    foreign()
+    with pytest.raises(LeaseLostError, match="node7"):
+        lease.refuse_if_lost()
+    (tmp_path / FILE_NAME).write_text(own)
+
+    with pytest.raises(LeaseLostError, match="another attempt"):
+        lease.refuse_if_lost()
+    lease.give_back()
+
+
+def test_one_that_is_given_back_while_it_is_watched_is_free(tmp_path, foreign):
+    foreign()
+    ends = threading.Timer(0.4, (tmp_path / FILE_NAME).unlink)
+    ends.start()
+
+    refuse_if_held(tmp_path)
+    ends.join()
+
+
+def test_one_that_is_read_half_is_read_again(tmp_path, foreign, monkeypatch):
+    foreign()
+    read, times = forge_core.run.lease.read_regular_file, iter(range(100))
+
+    def half(path, *limits, **how):
+        text = read(path, *limits, **how)
+        return text[: len(text) // 2] if next(times) < 3 else text
+
+    monkeypatch.setattr(forge_core.run.lease, "read_regular_file", half)
+
+    assert forge_core.run.lease._read(tmp_path / FILE_NAME)[0].host == "node7"
 
 
 def test_a_process_number_that_is_used_again_is_another_process(tmp_path):

@@ -16,6 +16,7 @@ from forge_core.errors import ConfigError
 from forge_core.train.scales import count_tokens
 from forge_plugins_data.answers_config import ChatConfig, PromptCompletionConfig
 from forge_plugins_data.chat import open_chat
+from forge_plugins_data.chat_template import ChatTemplate
 from forge_plugins_data.prompt_completion import open_prompt_completion
 from forge_plugins_data.tokenizer_config import TokenizerFileConfig
 from forge_plugins_data.tokenizer_file import TokenizerFile
@@ -345,6 +346,21 @@ def test_an_answer_that_is_asked_for_in_other_words_than_it_is_written_in_is_ref
         ConfigError, match=r"line 1: the template's turns do not add up: message 2 is written otherwise"
     ):
         open_chats(write_chats(tmp_path / "a.jsonl", CHATS[0]), use_tokenizer("bytes", chat_template=str(template)))
+
+
+@pytest.mark.parametrize(
+    ("turn", "end"),
+    [
+        ("[{{ one.role }}] {{ one.content }} <|end|>\n", "<|end|>"),
+        ("Say Yes or No to {{ one.role }}: {{ one.content }}</s>", "</s>"),
+        ("{{ one.role }}: {{ one.content }}\n", ""),
+        ("{{ raise_exception('only tools') }}", ""),
+    ],
+)
+def test_what_ends_a_turn_is_found_by_a_conversation(turn, end):
+    template = "{% for one in messages %}" + turn + "{% endfor %}"
+
+    assert ChatTemplate(template, "chat_template.jinja", {}).end_of_turn() == end
 
 
 def test_a_template_is_needed_and_jinja_to_read_it(tmp_path, folder, open_chats, use_tokenizer, monkeypatch):
