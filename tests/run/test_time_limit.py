@@ -87,8 +87,55 @@ def test_a_save_that_takes_too_long_for_the_lead_moves_the_stop_forward():
     assert wait_for_stop(deadline)[0] == TIME_LIMIT
 
 
+def test_a_save_and_a_step_of_its_length_must_fit_into_the_lead():
+    said, deadline = [], TimeLimit(RunSection(time_limit="1:00:00", stop_before_end=100), time.monotonic(), {})
+
+    deadline.must_hold(50, said.append)
+    assert said == []
+    deadline.must_hold(51, said.append)
+    assert "will stop 102 s before" in said[0]
+
+
 def saved(seconds):
     return {"event": "saved", "seconds": seconds}
+
+
+def test_a_save_that_takes_too_long_moves_the_stop_forward_also_while_it_is_waited_for():
+    deadline = TimeLimit(RunSection(time_limit="1", stop_before_end=20), time.monotonic(), {})
+    requests = Requests()
+
+    with deadline.watched(requests, str, str):
+        time.sleep(0.1)
+        deadline.must_hold(40.0, str)
+        end = time.monotonic() + 10
+        while not requests.stop and time.monotonic() < end:
+            time.sleep(0.01)
+
+    assert requests.stop == TIME_LIMIT
+
+
+def test_what_is_to_be_told_of_a_stop_is_told_before_the_run_ends():
+    deadline, told = TimeLimit(RunSection(time_limit="1", stop_before_end=59.9), time.monotonic(), {}), []
+
+    def note(lead):
+        time.sleep(0.2)
+        told.append(lead)
+
+    requests = Requests()
+    with deadline.watched(requests, str, note):
+        while not requests.stop:
+            time.sleep(0.01)
+
+    assert told == [59.9]
+
+
+def test_slow_saves_of_before_do_not_shorten_the_time_that_is_asked_for():
+    deadline = TimeLimit(RunSection(time_limit="1", stop_before_end=40), time.monotonic(), {})
+    said = []
+
+    deadline.learn([{"event": "saved", "seconds": 25.0}], said.append)
+
+    assert said == ["saving has taken 25 s in an earlier start: this one will stop 40 s before run.time_limit = '1'"]
 
 
 def test_a_start_begins_with_what_earlier_ones_have_needed():

@@ -53,7 +53,7 @@ def serve(tmp_path, monkeypatch):
     """Trackers of a run, and what they say."""
     monkeypatch.setattr(trackers, "job_table", lambda job: {})
 
-    def serve(*made, timeout=30.0, saved=()):
+    def serve(*made, timeout=30.0, saved=(), active=True):
         uses = [
             SimpleNamespace(provider="acme", name=f"t{place}", qualified_name=f"acme:t{place}") for place in range(9)
         ]
@@ -62,7 +62,7 @@ def serve(tmp_path, monkeypatch):
         job = SimpleNamespace(run=run, trackers=uses[: len(made)])
         said = []
         build = lambda use, **given: by_name[use.name]() if isinstance(by_name[use.name], type) else by_name[use.name]  # noqa: E731
-        return Trackers(build, job, tmp_path, said.append, dict(saved), active=True), said
+        return Trackers(build, job, tmp_path, said.append, dict(saved), active=active), said
 
     return serve
 
@@ -79,6 +79,66 @@ def test_its_state_is_that_after_all_lines_before_the_checkpoint(serve):
     lines(served, range(5))
 
     assert served.states() == {"plugin.acme.tracker.t0": {"version": 1, "state": {"lines": 5}}}
+
+
+def test_one_goes_on_from_its_state_and_is_told_the_outcome_and_its_thread_ends(serve):
+    tracker = Counting()
+    served, _ = serve(tracker, saved={"plugin.acme.tracker.t0": {"version": 1, "state": {"lines": 5}}})
+
+    lines(served, [1])
+    assert served.states()["plugin.acme.tracker.t0"]["state"] == {"lines": 6}
+    served.close("failed")
+
+    assert tracker.lines[-1] == "failed"
+    (thread,) = tracker.threads - {threading.current_thread()}
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+def test_other_ranks_have_none_and_say_nothing_of_states(serve):
+    tracker = Counting()
+    served, said = serve(tracker, saved={"plugin.gone": {}}, active=False)
+
+    lines(served, range(3))
+    served.close("completed")
+    assert (tracker.lines, served.states(), said) == ([], {}, [])
+
+
+def test_what_a_tracker_or_the_caller_does_with_values_is_not_seen_by_another(serve):
+    class Clearing(Counting):
+        def log(self, step, metrics):
+            time.sleep(self.slow)
+            self.lines.append((step, dict(metrics)))
+            metrics.clear()
+
+        def log_series(self, step, series):
+            self.lines.append((step, {name: list(values) for name, values in series.items()}))
+
+    first, stuck = Clearing(), Clearing(slow=0.2)
+    served, _ = serve(first, stuck)
+    values = [1.0, 2.0]
+    lines(served, [1])
+    served.log_series(2, {"loads": values})
+    values.append(3.0)
+    served.close("completed")
+
+    assert first.lines == stuck.lines == [(1, {"loss": 1.0}), (2, {"loads": [1.0, 2.0]}), "completed"]
+
+
+def test_a_slow_tracker_without_a_state_does_not_hold_up_a_save(serve):
+    class Stateless(Tracker):
+        let_go = threading.Event()
+
+        def log(self, step, metrics):
+            self.let_go.wait(60)
+
+    served, said = serve(Stateless(), Counting())
+    lines(served, [1])
+
+    assert served.states() == {"plugin.acme.tracker.t1": {"version": 1, "state": {"lines": 1}}}
+    Stateless.let_go.set()
+    served.close("completed")
+    assert not [line for line in said if "its state is saved as it was" in line]
 
 
 def test_everything_of_a_tracker_happens_on_one_thread(serve):

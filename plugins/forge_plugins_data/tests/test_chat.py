@@ -14,6 +14,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from forge_core.errors import ConfigError
 from forge_core.train.scales import count_tokens
+from forge_plugins_data.answers import Answered, learned_tokens, tokens_and_learned
 from forge_plugins_data.answers_config import ChatConfig, PromptCompletionConfig
 from forge_plugins_data.chat import open_chat
 from forge_plugins_data.chat_template import ChatTemplate
@@ -273,6 +274,40 @@ def test_the_fingerprint_follows_what_is_learned(tmp_path, folder, open_chats, u
 
     assert (sources[0].read(np.array([0]))["tokens"] == sources[1].read(np.array([0]))["tokens"]).all()
     assert sources[0].fingerprint != sources[1].fingerprint == sources[2].fingerprint
+
+
+def test_the_fingerprint_follows_the_words_where_their_lengths_are_equal(tmp_path, open_chats, folder):
+    tokenizer = folder("gemma")
+    one, other = (
+        open_chats(write_chats(tmp_path / f"{word}.jsonl", [("user", "Say"), ("assistant", word)]), tokenizer)
+        for word in ("xyz", "zyx")
+    )
+
+    assert [len(tokens) for tokens, _ in documents(one)] == [len(tokens) for tokens, _ in documents(other)]
+    assert one.fingerprint != other.fingerprint
+
+
+@pytest.mark.parametrize(
+    ("ends", "answers", "learned"),
+    [
+        ([1, 3, 5], [(1, 1), (2, 2)], [0, 0, 0]),
+        ([1, 3, 5], [(1, 3), (3, 3)], [0, 1, 0]),
+        ([1, 3, 5], [(2, 4)], [0, 1, 1]),
+        ([1, 3, 5], [(3, 6)], [0, 0, 1]),
+        ([], [(0, 1)], []),
+    ],
+)
+def test_an_answer_without_a_character_has_no_token_and_one_in_the_middle_of_tokens_has_all_of_them(
+    ends, answers, learned
+):
+    assert learned_tokens(np.array(ends, dtype=np.int64), answers).tolist() == [bool(one) for one in learned]
+
+
+def test_an_answer_that_nothing_stands_before_is_nothing_to_learn(use_tokenizer, build):
+    tokenizer = build(use_tokenizer("bytes"), base=Path())
+
+    with pytest.raises(ConfigError, match="line 1 has nothing to learn"):
+        tokens_and_learned(Answered("ab", [(0, 1)], "line 1"), tokenizer)
 
 
 def test_a_template_that_writes_the_date_needs_one_that_stays(tmp_path, open_chats, use_tokenizer):

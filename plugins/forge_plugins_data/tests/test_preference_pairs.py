@@ -50,6 +50,20 @@ def test_a_pair_of_which_a_cut_leaves_one_answer_nothing_is_left_out(lengths):
     assert pair.cut(10) is not None
 
 
+def test_a_pair_of_which_a_cut_leaves_the_same_answer_twice_is_left_out():
+    pair = Pair([np.arange(9), np.append(np.arange(8), 99)], [np.arange(9) > 2] * 2, "line 1")
+
+    assert pair.cut(16) is None
+    assert pair.cut(18) is not None
+
+
+def test_pairs_of_the_same_words_that_learn_other_ones_are_other_pairs():
+    tokens = [np.arange(9), np.arange(8)]
+    one, other = (Pair(tokens, [np.arange(n) > border for n in (9, 8)], "line 1") for border in (2, 3))
+
+    assert one.key != other.key
+
+
 def documents(source):
     """Of each pair: the texts that are read and those that are learned, of its two answers."""
     found = []
@@ -123,13 +137,17 @@ GOOD, BAD = as_messages(("assistant", "It is 4.")), as_messages(("assistant", "F
 FORMS = {
     "prompt and answers": {"prompt": QUESTION, "chosen": GOOD, "rejected": BAD},
     "whole conversations": {"chosen": QUESTION + GOOD, "rejected": QUESTION + BAD},
+    "conversations of several turns": {
+        "chosen": as_messages(("user", "Hm"), ("assistant", "Yes?")) + QUESTION + GOOD,
+        "rejected": as_messages(("user", "Hm"), ("assistant", "Yes?")) + QUESTION + BAD,
+    },
     "a prompt in words beside them": {"prompt": "What?", "chosen": QUESTION + GOOD, "rejected": QUESTION + BAD},
 }
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_messages_are_written_by_the_template_in_each_form_that_data_have(open_pairs, form):
-    source = open_pairs(FORMS[form], seq_len=400, template="qwen.jinja")
+    source = open_pairs(FORMS[form], seq_len=600, template="qwen.jinja")
 
     ((chosen, rejected),) = documents(source)
 
@@ -137,6 +155,14 @@ def test_messages_are_written_by_the_template_in_each_form_that_data_have(open_p
     for (text, learned), answer in ((chosen, "It is 4."), (rejected, "Five!")):
         assert text.endswith(f"{written}{answer}<|im_end|>\n")
         assert bytes(learned).decode() == f"{answer}<|im_end|>\n"
+
+
+def test_a_pair_that_just_fits_is_whole(open_pairs):
+    length = open_pairs(PAIRS[0]).pairs[0].length
+
+    assert open_pairs(PAIRS[0], seq_len=length).lines == {"lines": 1, "cut": 0, "skipped": 0}
+    with pytest.raises(ConfigError, match=f"has {length} tokens in its two answers with their prompt"):
+        open_pairs(PAIRS[0], seq_len=length - 1)
 
 
 def test_too_long_pairs_are_refused_cut_or_skipped_and_counted(open_pairs):
@@ -190,6 +216,27 @@ def test_lines_are_held_out_by_their_number(open_pairs):
 def test_a_line_that_cannot_be_used_is_named_by_file_and_line(open_pairs, line, sentence):
     with pytest.raises(ConfigError, match=sentence):
         open_pairs(PAIRS[0], line, template="qwen.jinja")
+
+
+def test_a_prompt_that_is_written_otherwise_when_an_answer_follows_is_refused(open_pairs, tmp_path):
+    template = tmp_path / "asking.jinja"
+    turns = "{% for one in messages %}<{{ one.role }}>{{ one.content }}{% endfor %}"
+    template.write_text(turns + "{% if add_generation_prompt %}<assistant><think>{% endif %}")
+
+    with pytest.raises(
+        ConfigError, match="line 1: the template's turns do not add up: the prompt is written otherwise"
+    ):
+        open_pairs(FORMS["whole conversations"], template=template)
+
+
+@pytest.mark.parametrize("values", [np.zeros((2, 3)), np.zeros((1, 2)), np.zeros(2), np.full((2, 2), np.inf)])
+def test_a_reference_whose_values_are_not_two_for_each_pair_is_refused(open_pairs, tmp_path, values):
+    plain = open_pairs(*PAIRS[:2])
+    path = tmp_path / "r.npz"
+    write_reference(path, [one.key for one in plain.pairs], values, plain.tokenizer.fingerprint)
+
+    with pytest.raises(ConfigError, match=r"r\.npz' is no reference of pairs of version 1"):
+        open_pairs(*PAIRS[:2], reference=str(path))
 
 
 def test_a_reference_that_is_not_there_or_is_of_other_data_is_refused(open_pairs, tmp_path):

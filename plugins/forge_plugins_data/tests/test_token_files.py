@@ -10,6 +10,8 @@ from forge_plugins_data.config import TokenFilesConfig
 from forge_plugins_data.shard_writer import ShardWriter
 from forge_plugins_data.token_files import open_token_files
 from forge_plugins_data.token_format import INDEX, Shard, TokenHeader, read_header, write_header
+from forge_plugins_data.token_samples import TokenFacts
+from forge_plugins_data.windows import Span, TokenWindows
 
 
 @pytest.fixture
@@ -370,3 +372,12 @@ def test_damage_is_refused_before_the_first_step_or_never_looked_for_if_that_is_
 def test_verifying_files_without_checksums_is_refused(tmp_path, open_tokens):
     with pytest.raises(ConfigError, match=r'verify = "before" has no effect: no file has a checksum'):
         open_tokens(write_folder(tmp_path, np.arange(50)), verify="before")
+
+
+def test_a_stranger_is_named_by_its_place_in_the_file_also_where_only_the_end_of_it_is_read():
+    tokens = np.arange(17)
+    tokens[13] = 99
+    facts = TokenFacts(seq_len=4, vocab_size=50, tokenizer=None, separator=None, identity=[])
+
+    with pytest.raises(ConfigError, match=r"^file: token 13 \(from 0\) has the id 99, but the vocabulary has 50"):
+        TokenWindows([Span(tokens, 2, 4, "file")], facts).read(np.array([0, 1]))

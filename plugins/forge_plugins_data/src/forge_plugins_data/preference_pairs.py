@@ -103,7 +103,7 @@ class Pair:
         ``None`` if that leaves no answer, or the same one twice."""
         first, second = map(len, self.tokens)
         first = min(first, max(room // 2, room - second))
-        stops = (first, min(second, room - first))
+        stops = (first, room - first)
         chosen, rejected = tokens = [one[:stop] for one, stop in zip(self.tokens, stops, strict=True)]
         learned = [one[:stop] for one, stop in zip(self.learned, stops, strict=True)]
         if np.array_equal(chosen, rejected) or not all(one[1:].any() for one in learned):
