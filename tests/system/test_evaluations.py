@@ -12,7 +12,7 @@ from forge_core.contracts.component_ref import ComponentRef
 from forge_core.errors import PluginError
 from forge_core.job import load_job
 from forge_core.registry.discovery import discover
-from forge_core.train.evaluation import build_evaluations
+from forge_core.train.evaluation import NamedEvaluation, build_evaluations
 from parity_matrix.cells import CELLS, TRAININGS
 from parity_matrix.launch import Launcher, Work
 from parity_matrix.selection import by_day_or_night, selected_cells
@@ -165,3 +165,11 @@ def test_a_config_without_the_keys_of_evaluations_is_a_bug_of_its_plugin():
 
     with pytest.raises(PluginError, match=r"its config .*Config must extend EvaluationConfig\. This is a bug in acme"):
         build_evaluations(SimpleNamespace(evaluations=[use]), ComponentBuilder(discover()), None, None)
+
+
+@pytest.mark.parametrize("value", [True, "1", None])
+def test_a_value_that_is_true_or_text_is_no_number(value):
+    returned = SimpleNamespace(run=lambda context: {"exact": value})
+
+    with pytest.raises(PluginError, match=f"the evaluation returned a {type(value).__name__} as 'exact', not a number"):
+        NamedEvaluation(returned, 1, "own", "the evaluation").run(None)

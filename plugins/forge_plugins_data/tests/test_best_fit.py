@@ -211,3 +211,20 @@ def test_another_end_of_document_is_other_data(tmp_path, build):
 
     with pytest.raises(ConfigError, match="end_of_document = 300 is beyond the vocabulary of 300"):
         open_files(build, tmp_path, validation=0.2, end_of_document=300)
+
+
+def test_an_id_at_the_beginning_of_a_later_document_is_named_with_its_position():
+    tokens = np.array([1, 2, END, 3, 3, 3, 3, 3, END, 4, 5, END], dtype=np.uint16)
+    source = PackedDocuments([find_documents(tokens, END, "a.bin")], facts(6), end_of_document=END)
+    tokens[9] = 900
+
+    with pytest.raises(ConfigError, match=r"a\.bin: token 9 \(from 0\) has the id 900"):
+        source.read(np.arange(2))
+
+
+def test_documents_of_their_end_alone_take_no_room():
+    tokens = np.array([END, END, 1, 2, END, END], dtype=np.uint16)
+
+    source = PackedDocuments([find_documents(tokens, END, "a.bin")], facts(6), end_of_document=END)
+
+    assert (len(source), source.filled) == (1, 0.5)
