@@ -1,5 +1,7 @@
 """The source ``mixture``: shares at every position, epochs of each source, one batch."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
@@ -9,6 +11,9 @@ from forge_core.data.stream import SampleStream
 from forge_core.errors import ConfigError
 from forge_core.registry.discovery import discover
 from forge_plugins_data.interleaving import Interleaving, InterleavingInPhases
+from forge_plugins_data.mixture_parts import MixtureParts, Part
+from forge_plugins_data.token_samples import TokenFacts
+from forge_plugins_data.windows import Span, TokenWindows
 
 SEQ_LEN = 4
 
@@ -301,3 +306,46 @@ def test_what_does_not_go_together_is_refused(builder, open_mixture):
     twice = [{"name": "a", "weight": 1, "source": {"name": "text_files", "path": "x"}}] * 2
     with pytest.raises(ConfigError, match="names the source 'a' twice; give each a name of its own"):
         builder.resolve("data_source", {"name": "mixture", "sources": twice})
+
+
+def test_counts_keep_to_their_weights_beyond_32_bits():
+    weights = [0.5, 0.3, 0.2]
+
+    counts = Interleaving(weights).counts(2**40 + 12_345)
+
+    assert [abs(count - weight * (2**40 + 12_345)) < 300 for count, weight in zip(counts, weights, strict=True)] == [
+        True
+    ] * 3
+
+
+@pytest.mark.parametrize("place", [5, 8])
+def test_an_id_that_one_of_two_sources_does_not_know_is_refused_also_as_the_last_target(place):
+    tokens = np.arange(9)
+    sources = [
+        TokenWindows(
+            [Span(tokens, 0, 2, f"{vocab_size}")],
+            TokenFacts(seq_len=4, vocab_size=vocab_size, tokenizer=None, separator=None, identity=[]),
+        )
+        for vocab_size in (50, 100)
+    ]
+    parts = [Part(SimpleNamespace(name=str(index), loss_weight=1), one, 0) for index, one in enumerate(sources)]
+    together = MixtureParts.of(parts, ("0", "1"))
+    tokens[place] = 60
+
+    assert together.vocab_size == 100
+    assert (together.read_windows(np.array([1, 1]), np.array([0, 1]))["tokens"] == tokens[:8].reshape(2, 4)).all()
+    with pytest.raises(ConfigError, match=rf"^50: token {place} \(from 0\) has the id 60, but the vocabulary has 50"):
+        together.read_windows(np.array([1, 0]), np.array([0, 1]))
+
+
+def test_sources_of_two_tokenizers_are_refused():
+    parts = []
+    for name in ("one", "other"):
+        facts = TokenFacts(
+            seq_len=4, vocab_size=50, tokenizer=SimpleNamespace(fingerprint=name), separator=None, identity=[]
+        )
+        source = TokenWindows([Span(np.arange(9), 0, 2)], facts)
+        parts.append(Part(SimpleNamespace(name=name, loss_weight=1), source, 0))
+
+    with pytest.raises(ConfigError, match="source 'other' has another tokenizer than 'one', so that their ids do not"):
+        MixtureParts.of(parts, ("one", "other"))
