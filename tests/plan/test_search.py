@@ -100,7 +100,7 @@ def test_the_layout_that_is_simulated_first_is_one_that_sends_little_over_slow_l
     assert re.search(r"layouts looked at, \d of at most 1 simulated", found.said)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_pipeline_of_two_stages_takes_the_time_of_its_plan(found, planned, monkeypatch):
     """A machine on which products alone take time, and two ranks that can share out neither nine sequences nor three
     heads. Four microbatches are played, and five follow."""

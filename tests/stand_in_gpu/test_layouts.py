@@ -8,7 +8,7 @@ from parity_matrix.matrix import Matrix
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
-BY_DAY = ("fsdp2", "tp2", "cp2", "pp2-zero-bubble-v", "moe-ep2")
+BY_DAY = ("fsdp2", "pp2-zero-bubble-v", "moe-ep2")
 ON_GPUS = ("run.device=cuda", "model.head_dim=16")
 """FlexAttention, which context parallelism and documents have there, takes no narrower heads."""
 NOT_HERE = ("ring", "rope", "latent", "stacked", "auto", "attention-dropout-cp", "replayed")

@@ -176,7 +176,7 @@ def relative(got: torch.Tensor, want: torch.Tensor) -> float:
     return ((got.float() - want.float()).norm() / want.float().norm()).item()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_kernels_of_triton_round_as_it_is_emulated(monkeypatch):
     if find_spec("triton") is None or not Version("3.7") <= Version(version("triton")) < Version("3.9"):
         pytest.skip("Triton is not installed, or is that of torch 2.11 or 2.15, which does not interpret these kernels")
