@@ -1,11 +1,7 @@
-"""Saving: when a checkpoint is saved and what is in it, how a save ends, and which checkpoints stay.
-
-What is in it can also be given to another replica without a file.
-"""
+"""Saving: when a checkpoint is saved and what is in it, how a save ends, and which checkpoints stay."""
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
@@ -14,25 +10,20 @@ from pathlib import Path
 from typing import Any
 
 import attrs
-import torch
-from torch.distributed.checkpoint.metadata import TensorProperties, TensorStorageMetadata
 
-from forge_core.checkpoint.component_state import load_states, states_of, tensors_of
+from forge_core.checkpoint.component_state import states_of, tensors_of
 from forge_core.checkpoint.manifest import DamagedError, read_manifest
 from forge_core.checkpoint.retention import is_due, superfluous
 from forge_core.checkpoint.run_mirror import NoMirror
 from forge_core.checkpoint.saver import Saved, Saver, Snapshot
-from forge_core.checkpoint.state_dict import empty_optimizer_state, optimizer_state
+from forge_core.checkpoint.state_dict import optimizer_state
 from forge_core.checkpoint.store import CheckpointStore
 from forge_core.checkpoint.upgrading import module_versions, optimizer_version
 from forge_core.contracts.callback import Callback
-from forge_core.contracts.replication import LiveState, Replication
-from forge_core.data.stream import SampleStream
 from forge_core.distributed.consensus import Votes
 from forge_core.distributed.mesh import DATA_AXES
-from forge_core.errors import ConfigError, LeaseLostError
+from forge_core.errors import LeaseLostError
 from forge_core.job import dump_job
-from forge_core.ops.local_tensor import local_tensor
 from forge_core.train.build import Built
 from forge_core.train.evaluation_weights import EvaluationWeights
 from forge_core.train.metrics import Metrics
@@ -127,60 +118,6 @@ class Contents:
             write_more=write_more,
             frozen=frozenset(f"model.{name}" for name in once),
         )
-
-    def give(self, step: int) -> LiveState:
-        """This rank's part, for another replica. Ranks of a replica do not talk to each other here.
-
-        The tensors are the ones that are trained; everything else is a copy.
-        """
-        model, callbacks = self.built.model, self._shared_callbacks()
-        tensors, optimizer = optimizer_state(self.built.optimizer, model.parameters)
-        tensors |= {**model.tensors(), **tensors_of(callbacks)}
-        facts = {
-            "progress": {"step": step, **self.progress()},
-            "optimizer": optimizer,
-            "callbacks": states_of(callbacks),
-            "tensors": {key: [list(tensor.shape), str(tensor.dtype)] for key, tensor in tensors.items()},
-        }
-        return {
-            "tensors": {key: local_tensor(tensor).detach() for key, tensor in tensors.items()},
-            "facts": json.dumps(facts),
-        }
-
-    def take(self, state: LiveState) -> int:
-        """Fill model, optimizer, callbacks, loader and guard with those of another replica. Returns the step.
-
-        Raises:
-            ConfigError: they are of another model or mesh.
-        """
-        model, optimizer, callbacks = self.built.model, self.built.optimizer, self._shared_callbacks()
-        facts, given, loader = json.loads(state["facts"]), state["tensors"], self.run.loader
-        own = {**model.tensors(), **tensors_of(callbacks)}
-        optimizer.state.clear()
-        described = {key: _described(*entry) for key, entry in facts["tensors"].items()}
-        own |= empty_optimizer_state(optimizer, model.parameters, described, facts["optimizer"])
-        locals_of_own = {key: local_tensor(tensor).detach() for key, tensor in own.items()}
-        theirs, ours = ({key: one.shape for key, one in tensors.items()} for tensors in (given, locals_of_own))
-        if wrong := sorted(key for key in theirs.keys() | ours.keys() if theirs.get(key) != ours.get(key)):
-            raise ConfigError(f"the other replica has another model, or another mesh: {', '.join(wrong[:5])} differ")
-        with torch.no_grad():
-            for key, tensor in locals_of_own.items():
-                tensor.copy_(given[key])
-        load_states(callbacks, facts["callbacks"])
-        progress, before = facts["progress"], loader.stream
-        stream = SampleStream(before.source, before.seed, before.shuffle, progress["left_out"])
-        loader.restart(stream, progress["position"])
-        self.rollback.guard.restart(progress["anomalies"])
-        return int(progress["step"])
-
-    def _shared_callbacks(self) -> list[tuple[str, Callback]]:
-        """Those whose state is the run's: what joins it to others has its own in each replica."""
-        return [(name, one) for name, one in self.callbacks if not isinstance(one, Replication)]
-
-
-def _described(size: Sequence[int], dtype: str) -> TensorStorageMetadata:
-    properties = TensorProperties(dtype=getattr(torch, dtype.removeprefix("torch.")))
-    return TensorStorageMetadata(properties, torch.Size(size), [])
 
 
 @attrs.define(kw_only=True)

@@ -22,6 +22,7 @@ from forge_core.train.rollback import Rollback
 from forge_core.train.run import Run
 from forge_core.train.saving import Saving
 from forge_core.train.scales import Scales, step_scales, to_device
+from forge_core.train.state_transfer import give_state, take_state
 from forge_core.train.step_guard import StepGuard, can_skip_on_device
 from forge_core.train.step_modules import StepModules
 
@@ -68,7 +69,7 @@ class Trainer:
         self.restore_callbacks()
         if save_first:
             self.saving.save_first()
-        self.replicas.join(self.step, lambda: self.saving.contents.give(self.step), self._take_state)
+        self.replicas.join(self.step, lambda: give_state(self.saving.contents, self.step), self._take_state)
         self.metrics.restart()
         for microbatches in self._microbatches_of_steps():
             self.step += 1
@@ -224,6 +225,6 @@ class Trainer:
 
     def _take_state(self, state: LiveState) -> int:
         self.saving.finish()  # what is being saved must not change
-        self.step = self.saving.contents.take(state)
+        self.step = take_state(self.saving.contents, state)
         self.saving.restart()
         return self.step
