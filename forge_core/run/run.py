@@ -24,8 +24,9 @@ from forge_core.contracts.phase_plan import DEFAULT as PHASE_PLAN
 from forge_core.contracts.phase_plan import PhasePlan
 from forge_core.contracts.replication import Replication
 from forge_core.contracts.supervisor import Supervisor
-from forge_core.distributed.collective_errors import disseminate, run_on_all_ranks
+from forge_core.distributed.collective_errors import run_on_all_ranks
 from forge_core.distributed.consensus import Consensus
+from forge_core.distributed.dissemination import disseminate
 from forge_core.distributed.fingerprint import refuse_unequal_ranks
 from forge_core.distributed.installed import build_supervisor
 from forge_core.distributed.mesh import choose_device, join_process_group
