@@ -76,7 +76,7 @@ def _is_one_of_many(catalog: Catalog) -> bool:
     """Return whether other processes would say the same."""
     if "RANK" in os.environ:
         return True
-    from forge_core.distributed.environment import find_cluster
+    from forge_core.distributed.cluster import find_cluster
 
     try:
         return find_cluster(catalog, os.environ).is_launched(os.environ)

@@ -44,8 +44,8 @@ def run(
     Exit codes: 0 reached its end, 1 unexpected, 2 invalid configuration, data or plugin, 3 stopped early with a
     checkpoint saved, 4 non-finite loss or gradient, 5 lost another rank.
     """
-    # here, as completion needs the options alone
-    from forge_core.distributed.environment import find_cluster, launched_ranks, note_job
+    from forge_core.distributed.cluster import find_cluster, note_job  # here, as completion needs the options alone
+    from forge_core.distributed.environment import launched_ranks
     from forge_core.distributed.torchrun import refuse_split_brain
     from forge_core.job import disabled_plugins, dump_job, load_job
     from forge_core.run.directory import RunDirectory

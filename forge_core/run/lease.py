@@ -17,7 +17,7 @@ import attrs
 
 from forge_core.checkpoint.fsync import make_folder
 from forge_core.config.regular_file import read_regular_file
-from forge_core.distributed.environment import JOB
+from forge_core.distributed.cluster import JOB
 from forge_core.distributed.process_identity import Process
 from forge_core.errors import ConfigError, LeaseLostError
 

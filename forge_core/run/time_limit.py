@@ -12,7 +12,7 @@ from typing import Any
 from forge_core.config.sections import RunSection
 from forge_core.config.time_limit import DEFAULT_LEAD, seconds_of
 from forge_core.contracts.callback import TIME_LIMIT, Requests
-from forge_core.distributed.environment import CLUSTER, JOB_END
+from forge_core.distributed.cluster import CLUSTER, JOB_END
 from forge_core.errors import ConfigError
 from forge_core.run.directory import ENDS
 

@@ -4,7 +4,8 @@ import re
 
 import pytest
 
-from forge_core.distributed.environment import find_cluster, note_job, world_size_of
+from forge_core.distributed.cluster import find_cluster, note_job
+from forge_core.distributed.environment import world_size_of
 from forge_core.errors import ConfigError, PluginError
 from forge_core.registry.catalog import Catalog
 from forge_core.registry.discovery import discover

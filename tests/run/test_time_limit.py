@@ -6,7 +6,7 @@ import pytest
 
 from forge_core.config.sections import RunSection
 from forge_core.contracts.callback import TIME_LIMIT, Requests
-from forge_core.distributed.environment import note_job
+from forge_core.distributed.cluster import note_job
 from forge_core.errors import ConfigError
 from forge_core.run import time_limit
 from forge_plugins_slurm.cluster_environment import JOB_END as SLURM_END
