@@ -2,16 +2,19 @@
 
 import json
 import weakref
+from importlib.metadata import version
 from zipfile import ZipFile
 
 import pytest
 import torch
 from torch.serialization import get_crc32_options
 
+import forge_core
 from forge_core.checkpoint import store
 from forge_core.checkpoint.store import open_checkpoint
 from forge_core.errors import ConfigError, SaveError
-from forge_plugins_weights.export import write_checkpoint
+from forge_core.registry.discovery import discover
+from forge_plugins_weights.export import versions_of, write_checkpoint
 
 VALUES = {f"model.{i}": torch.full((3, 4), float(i)) for i in range(5)} | {"model.half": torch.ones(2).bfloat16()}
 
@@ -42,6 +45,13 @@ def test_it_is_read_as_any_other(tmp_path):
     members = [one for file in checkpoint.path.glob("*.distcp") for one in ZipFile(file).infolist()]
     assert {one.CRC for one in members} == {0}  # the manifest has a better sum, and each costs time
     assert get_crc32_options()  # what others save has them
+
+
+def test_it_says_by_which_versions_of_forge_torch_and_plugins_it_is_made():
+    made_by = versions_of(discover())
+
+    assert (made_by["forge-core"], made_by["torch"]) == (forge_core.__version__, torch.__version__)
+    assert made_by["forge-plugins-weights"] == version("forge-plugins-weights")
 
 
 def test_its_description_is_read_once_however_many_tensors_are(tmp_path, monkeypatch):
