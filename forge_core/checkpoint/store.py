@@ -48,7 +48,7 @@ class Checkpoint:
     path: Path
     manifest: Manifest
     description: Metadata = attrs.field(repr=False)
-    """Where the parts of each tensor lie."""
+    """Where the parts of each tensor lie, until ``forget_tensors`` is called."""
     _texts: Mapping[str, bytes]
     """``state.json`` and ``job.toml``, where they could be read."""
 
