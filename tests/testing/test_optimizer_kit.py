@@ -1,10 +1,14 @@
 """The optimizer kit passes an optimizer that keeps the contract, and has a sentence for each way to break it."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor import zeros as distributed_zeros
 
+import fork_server
 from forge_testing.optimizer import OptimizerConformance
 
 
@@ -497,3 +501,37 @@ def test_every_check_has_a_fault_that_it_finds():
 
     found = {check for _, check, _, _ in FAULTS} | {"test_updates_shards_like_whole_tensors_on_two_ranks"}
     assert found == checks
+
+
+AFTER_ANOTHER_GROUP = """
+import pathlib, sys
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from forge_testing.optimizer import OptimizerConformance
+from torch.optim import Adagrad
+
+class TestAdagrad(OptimizerConformance):
+    def make(self, *, parameters):
+        return Adagrad([entry.parameter for entry in parameters], lr=0.1)
+
+folder = pathlib.Path(sys.argv[1])
+dist.distributed_c10d._world.group_count = 1  # so that this group has a name that the next one has not
+dist.init_process_group("gloo", init_method=(folder / "another").as_uri(), rank=0, world_size=1)
+mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("dp_shard",))
+case = TestAdagrad()
+for entry in case._parameters():
+    for placement in (Shard(0), Shard(entry.parameter.ndim - 1)):
+        nn.Parameter(distribute_tensor(entry.parameter.detach(), mesh, [placement]))
+dist.destroy_process_group()
+case.test_updates_shards_like_whole_tensors(folder)
+"""
+
+
+def test_groups_that_a_process_has_had_before_do_not_matter(tmp_path):
+    """torch remembers their meshes, and gives them to tensors on meshes that are equal."""
+    (tmp_path / "script.py").write_text(AFTER_ANOTHER_GROUP)
+    command = [sys.executable, str(tmp_path / "script.py"), str(tmp_path)]
+    done = fork_server.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=200)
+    assert done.returncode == 0, done.stdout

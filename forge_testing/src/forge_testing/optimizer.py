@@ -385,7 +385,7 @@ def _compare_sharded_with_whole(case: OptimizerConformance) -> None:
     others = _plain(sharded), _sharded(whole, mesh)
     resumed = [case.make(parameters=other) for other in others]
     for i, (before, other) in enumerate(zip((sharded, whole), others, strict=True)):
-        _read_state(optimizers[1 - i], before, resumed[i], other)
+        _read_state(optimizers[1 - i], before, resumed[i], other, mesh)
     for step in range(steps, steps + _AFTER_A_CHANGE):
         _step(optimizers[0], whole, step)
         _step(optimizers[1], sharded, step, mesh)
@@ -424,6 +424,7 @@ def _read_state(
     saved: Sequence[NamedParameter],
     fresh: torch.optim.Optimizer,
     here: Sequence[NamedParameter],
+    mesh: DeviceMesh,
 ) -> None:
     """As in a resume: each tensor into one that is laid out as the optimizer has it on this layout."""
     for old, new in zip(saved, here, strict=True):
@@ -438,9 +439,8 @@ def _read_state(
             )
             whole = _whole(value)
             if isinstance(empty, DTensor):
-                # on the parameter's mesh: torch may remember an equal one for `empty`, of a group that is gone
-                assert isinstance(new.parameter, DTensor)
-                whole = distribute_tensor(whole, new.parameter.device_mesh, empty.placements)
+                # on this mesh: tensors may have an equal one that torch remembers, of a group that is gone
+                whole = distribute_tensor(whole, mesh, empty.placements)
             fresh.state[new.parameter][slot] = whole.clone()
 
 
