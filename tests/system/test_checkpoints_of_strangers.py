@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import sys
 from functools import reduce
 from types import SimpleNamespace
 
@@ -24,6 +25,15 @@ SETTINGS = ("train.steps=2", "scheduler.warmup_steps=1", "checkpoint.interval=1"
 def trained(shared_tiny):
     shared_tiny.completed(*SETTINGS)
     return shared_tiny.path()
+
+
+@pytest.fixture(autouse=True)
+def recursion_limit():
+    """Python's own: Inductor raises it in a process that has compiled something."""
+    before = sys.getrecursionlimit()
+    sys.setrecursionlimit(1000)
+    yield
+    sys.setrecursionlimit(before)
 
 
 @pytest.fixture
