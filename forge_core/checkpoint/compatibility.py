@@ -72,13 +72,14 @@ def used_plugins(*tables: object) -> set[str]:
     return used
 
 
-def plugins_changed(versions: Mapping[str, str], used: Collection[str]) -> list[str]:
-    """Return the distributions of ``used`` whose version is another one now: ``acme-norm 1.0 (now 2.0)``."""
-    return [
-        f"{name} {versions[name]} (now {now})"
-        for name in sorted(used)
-        if name in versions and (now := installed(name)) not in (None, versions[name])
-    ]
+def versions_changed(versions: Mapping[str, str], job: Mapping[str, Any]) -> list[str]:
+    """Return the distributions of a job whose version is another one now: ``acme-norm 1.0 (now 2.0)``."""
+    import torch  # its metadata do not name the CUDA that it is built for
+
+    used = {"forge-core", "torch", *used_plugins(job)}
+    now = {name: str(torch.__version__) if name == "torch" else installed(name) for name in used}
+    changed = [name for name in sorted(used & versions.keys()) if now[name] not in (None, versions[name])]
+    return [f"{name} {versions[name]} (now {now[name]})" for name in changed]
 
 
 def _is_within(key: str, section: str) -> bool:

@@ -11,13 +11,7 @@ from typing import Any
 import attrs
 import torch
 
-from forge_core.checkpoint.compatibility import (
-    changed_keys,
-    changes_that_matter,
-    plugins_changed,
-    used_plugins,
-    value_text,
-)
+from forge_core.checkpoint.compatibility import changed_keys, changes_that_matter, value_text, versions_changed
 from forge_core.checkpoint.component_state import load_states, tensors_of
 from forge_core.checkpoint.contents import resume_problem
 from forge_core.checkpoint.state_dict import empty_optimizer_state
@@ -185,8 +179,7 @@ def refuse_if_incompatible(
     _refuse_other_phases(job, saved_job, checkpoint)
     if checkpoint.step > job.train.steps:
         raise ConfigError(f"train.steps = {job.train.steps}, but {path} is at step {checkpoint.step} already")
-    used = {*used_plugins(job_table(job)), "forge-core", "torch"}
-    if changed := plugins_changed(checkpoint.manifest.versions, used):
+    if changed := versions_changed(checkpoint.manifest.versions, job_table(job)):
         report(f"resuming with other versions than {path.name} was saved with: {', '.join(changed)}")
     for change in changes_that_matter(saved_job, job_table(job)):
         report(f"resuming with another {change.key}: {value_text(change.old)} -> {value_text(change.new)}")

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_leaves
 
 import forge_core
-from forge_core.checkpoint.compatibility import plugins_changed, used_plugins
+from forge_core.checkpoint.compatibility import versions_changed
 from forge_core.checkpoint.saver import Saver
 from forge_core.checkpoint.store import Checkpoint
 from forge_core.config.sections import Job
@@ -386,8 +386,7 @@ def _note_versions(setup: RunSetup, step: int, error: BaseException) -> None:
     checkpoint = setup.checkpoint
     if checkpoint is None or step > checkpoint.step + 1 or isinstance(error, ForgeError):
         return
-    used = used_plugins(job_table(setup.job))
-    if changed := plugins_changed(checkpoint.manifest.versions, used):
+    if changed := versions_changed(checkpoint.manifest.versions, job_table(setup.job)):
         error.add_note(
             f"{checkpoint.path.name} was saved with {', '.join(changed)}; state that has another name or meaning now "
             "needs a state_version and a load_state in the component. With the versions of then, the run goes on."
