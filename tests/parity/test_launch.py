@@ -40,3 +40,11 @@ def test_what_crashes_twice_has_failed(crashing):
     launcher.launch([Work("one", 1, STEP)])
     with pytest.raises(AssertionError, match="rank 0, exit code -11"):
         launcher.metrics("one")
+
+
+def test_a_work_that_needs_one_that_failed_has_failed_by_that_wherever_it_stands(tmp_path):
+    launcher = Launcher(tmp_path)
+    launcher.launch([Work("one", 1, ["train.steps=0"]), Work("two", 1, STEP), Work("three", 1, STEP, resumes="one")])
+    assert [line["step"] for line in launcher.metrics("two")] == [1]
+    with pytest.raises(AssertionError, match=r"^one failed, which it needs: rank 0, exit code 1: "):
+        launcher.metrics("three")

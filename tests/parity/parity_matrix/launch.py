@@ -93,12 +93,7 @@ class Launcher:
         """
         deadline = time.monotonic() + timeout
         left, said = [*works], ""
-        while left:
-            if without := self.failures.keys() & {left[0].name, left[0].resumes}:
-                (lost, *_) = without
-                self.failures.setdefault(left[0].name, f"{lost} failed, which it needs: {self.failures[lost]}")
-                left = left[1:]
-                continue
+        while left := self._possible(left):
             failed = self._launch_once(left, deadline)
             said += self._log(0).read_text()
             if not failed:
@@ -114,6 +109,14 @@ class Launcher:
             self.failures.update((work.name, error) for work in lost)
             left = left[len(lost) :]
         return said
+
+    def _possible(self, works: Sequence[Work]) -> list[Work]:
+        """Without those that have failed, and those that resume one that has."""
+        for work in works:
+            if work.resumes in self.failures:
+                words = f"{work.resumes} failed, which it needs: {self.failures[work.resumes]}"
+                self.failures.setdefault(work.name, words)
+        return [work for work in works if work.name not in self.failures]
 
     def metrics(self, name: str) -> list[dict[str, float]]:
         """Lines of steps and of evaluations.
