@@ -186,3 +186,24 @@ def test_a_search_refuses_by_the_rules_of_the_job(found):
     table = found(*THREE_HEADS)
 
     assert {one["candidate"]["degrees"]["tp"] for one in table["best"]} == {1}
+
+
+def test_a_job_whose_own_layout_cannot_be_is_searched_from_one_that_can(found, monkeypatch):
+    monkeypatch.setattr(search, "SIMULATED", 1)
+
+    (best,) = found(*THREE_HEADS, "parallel.tp=4", "train.batch_size=8", "train.global_batch_size=4")["best"]
+
+    assert "3 heads cannot be shared out evenly to parallel.tp = 4" in found.said
+    assert "the one that is planned has parallel.pp=1" in found.said
+    assert "train.batch_size=1" in found.said
+    assert {"parallel.tp=1", "train.batch_size=1"} <= {*best["candidate"]["overrides"]}
+
+
+def test_a_job_that_no_layout_mends_is_refused_as_without_a_search(tmp_path, capfd):
+    (tmp_path / "job.toml").write_text(JOB)
+    command = ["plan", str(tmp_path / "job.toml"), "--world-size", "4", "--gpu", "h100", "train.stepps=3"]
+
+    assert [main(command), main([*command, "--search"])] == [2, 2]
+
+    plain, searching = capfd.readouterr().err.split("error: ")[1:]
+    assert plain == searching

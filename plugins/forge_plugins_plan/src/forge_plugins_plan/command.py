@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -90,7 +91,12 @@ def plan(
     Exit codes: 0 planned, 2 the job is wrong or a step of it cannot be simulated.
     """
     config, ranks, run = _job_and_ranks(config, overrides, world_size)
-    job = load_job(config, overrides, catalog=obj.catalog, world_size=ranks, options=options_of(plan))
+    ranks_of_node = min(ranks, ranks_per_node)
+
+    def load(more: Sequence[str]) -> Job:
+        return load_job(config, [*overrides, *more], catalog=obj.catalog, world_size=ranks, options=options_of(plan))
+
+    job, instead = _possible(load, ranks_of_node) if searches else (load(()), ())
     from forge_plugins_plan.gpus import gpu_named
 
     with frozen_imports():
@@ -101,7 +107,6 @@ def plan(
     figures = _figures(ettr, step_seconds, assume)
     _refuse_idle(calibrate, out, calibration)
     planned_gpu = gpu_named(gpu) if gpu is not None else None
-    ranks_of_node = min(ranks, ranks_per_node)
     if calibrate:
         from forge_plugins_plan.measured_ranks import calibrated
 
@@ -133,14 +138,36 @@ def plan(
     if searches and planned.time is not None and machine is not None:
         from forge_plugins_plan.search import search
 
-        def load(more: Sequence[str]) -> Job:
-            return load_job(config, [*overrides, *more], catalog=catalog, world_size=ranks)
-
         with _saying("layouts are looked at") as status:
-            found = search(job, load, catalog, planned, machine, status.update)
+            found = search(job, load, catalog, planned, machine, status.update, whole=bool(instead))
     _echo(planned, found, told, run, as_json=as_json)
     if failed is not None:
         raise ConfigError(f"the build succeeds, but a step of rank {failed.rank} cannot be simulated: {failed.reason}")
+
+
+def _possible(load: Callable[[Sequence[str]], Job], ranks_of_node: int) -> tuple[Job, Sequence[str]]:
+    """The job, or if its rules refuse its own layout, in a plain one that they allow, and the overrides that make it.
+
+    Raises:
+        ConfigError: of the job as it is, if it is refused in any of these.
+    """
+    try:
+        return load(()), ()
+    except ConfigError as error:
+        for power in range(ranks_of_node.bit_length()):
+            degrees = {"pp": 1, "dp_replicate": 1, "dp_shard": -1, "cp": 1, "tp": 2**power, "ep": 1}
+            layout = [f"parallel.{axis}={degree}" for axis, degree in degrees.items()]
+            for batch in ((), ("train.batch_size=1",)):
+                with suppress(ConfigError):
+                    job = load([*layout, *batch])
+                    if batch and job.train.global_batch_size is None:  # a step would have fewer sequences
+                        continue
+                    words = " ".join([*layout, *batch])
+                    click.echo(
+                        f"warning: {error}\nthis layout cannot be; the one that is planned has {words}", err=True
+                    )
+                    return job, (*layout, *batch)
+        raise
 
 
 def _saying(what: str) -> Status:

@@ -94,6 +94,8 @@ def search(
     plan: Plan,
     machine: Machine,
     tell: Callable[[str], None],
+    *,
+    whole: bool = False,
 ) -> Search:
     """The best layouts of the plan's ranks, for as many sequences a step as the job has.
 
@@ -101,12 +103,13 @@ def search(
         load: the job with overrides on top of the user's; raises ``ConfigError`` where its rules refuse it.
         plan: of the job as it is, with times.
         tell: called with a sentence for each layout that is looked at: a simulation takes seconds.
+        whole: overrides name every degree, as the plan is of another layout than the user's job has.
     """
     estimate = _Estimate(plan, machine, job)
     ways = _ways(job, catalog, plan)
     candidates, batch_not_shared = [], 0
     for degrees in _degrees(job, plan, _experts(load)):
-        found = [one for way in ways for one in _microbatches(job, plan, degrees, *way)]
+        found = [one for way in ways for one in _microbatches(job, plan, degrees, *way, whole=whole)]
         candidates += found
         batch_not_shared += not found
     queue = sorted(candidates, key=estimate.seconds)
@@ -207,7 +210,7 @@ def _powers(most: int) -> list[int]:
 
 
 def _microbatches(
-    job: Job, plan: Plan, degrees: Mapping[str, int], what: str, of_recomputation: Sequence[str]
+    job: Job, plan: Plan, degrees: Mapping[str, int], what: str, of_recomputation: Sequence[str], *, whole: bool
 ) -> Iterator[Candidate]:
     """Every size of a microbatch that divides the sequences of a rank."""
     sequences = plan.tokens_per_step // plan.seq_len
@@ -217,7 +220,7 @@ def _microbatches(
     given = [
         f"parallel.{axis}={degree}"
         for axis, degree in degrees.items()
-        if degree > 1 or plan.mesh.get(axis, plan.ep) > 1
+        if whole or degree > 1 or plan.mesh.get(axis, plan.ep) > 1
     ]
     for size in range(1, of_rank + 1):
         if of_rank % size == 0 and of_rank // size >= degrees["pp"]:
