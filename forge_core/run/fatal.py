@@ -56,7 +56,7 @@ def note_end(run_directory: Path, error: str, exit_code: int) -> None:
     """The event ``failed`` of a start that could not write it itself."""
     path = run_directory / "events.jsonl"
     with suppress(OSError, ValueError, LookupError, TypeError):  # nothing had begun, or the disk is what has failed
-        last = json.loads(path.read_bytes().splitlines()[-1])
+        last = json.loads(path.read_bytes().split(b"\n")[-2])  # what follows is a line that was being written, or none
         if last["event"] not in ENDS:
             file = LineFile(path)
             file.append(event_line("failed", step=last["step"], error=error, exit_code=exit_code))

@@ -35,11 +35,12 @@ def test_stacks_that_cannot_be_written_keep_no_run_from_training(tmp_path):
     assert (tmp_path / "stacks").read_text() == "a file of somebody else's"
 
 
-def test_a_start_that_could_not_say_how_it_ended_has_its_end_noted_once(tmp_path):
+@pytest.mark.parametrize("torn", ["", '{"event": "sav'])
+def test_a_start_that_could_not_say_how_it_ended_has_its_end_noted_once(tmp_path, torn):
     path = tmp_path / "events.jsonl"
     note_end(tmp_path, "SIGBUS", 1)
     assert not path.exists()
-    path.write_text('{"event": "started", "step": 0}\n{"event": "saved", "step": 7}\n')
+    path.write_text('{"event": "started", "step": 0}\n{"event": "saved", "step": 7}\n' + torn)
 
     note_end(tmp_path, "SIGBUS", 1)
     note_end(tmp_path, "SIGSEGV", 1)
