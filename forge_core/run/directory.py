@@ -194,8 +194,7 @@ class RunDirectory:
 
 def event_line(event: str, **facts: Any) -> str:
     """A line of ``events.jsonl``, of now."""
-    now = datetime.now(UTC).isoformat(timespec="milliseconds")
-    return json.dumps({"time": now, "event": event, **facts})
+    return json.dumps({"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "event": event, **facts})
 
 
 def describe_environment(

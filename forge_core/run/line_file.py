@@ -39,8 +39,9 @@ class LineFile:
             text = line.encode(errors="replace") + b"\n"
             if len(self._waiting) + len(text) > MOST_KEPT:
                 self._dropped += 1
-            else:
-                self._waiting += text
+                self._write()
+                self._dropped -= 1  # there is room again
+            self._waiting += text
             self._write()
 
     def sync(self) -> None:

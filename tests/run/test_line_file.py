@@ -82,6 +82,20 @@ def test_lines_beyond_the_most_that_is_kept_are_left_out_once_there_is_room(tmp_
     assert (tmp_path / "lines").read_text().splitlines() == [f"line {number:4}" for number in range(10)]
 
 
+def test_the_first_line_after_there_is_room_again_is_written_after_all_that_were_kept(tmp_path, failing, monkeypatch):
+    monkeypatch.setattr(line_file, "MOST_KEPT", 20)
+    lines = LineFile(tmp_path / "lines")
+    failing(0)
+    for number in range(3):
+        with pytest.raises(OSError, match="No space left"):
+            lines.append(f"line {number:4}")
+    failing()
+    lines.append("line    3")
+
+    assert lines.close() == 1
+    assert (tmp_path / "lines").read_text().splitlines() == ["line    0", "line    1", "line    3"]
+
+
 def test_lines_that_are_kept_are_written_when_all_is_made_to_last(tmp_path, failing):
     lines = LineFile(tmp_path / "lines")
     failing(0)
