@@ -1,6 +1,7 @@
 """The source ``preference_pairs``: samples of whole pairs, with the reference of each, and what is refused."""
 
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -237,6 +238,22 @@ def test_a_reference_whose_values_are_not_two_for_each_pair_is_refused(open_pair
 
     with pytest.raises(ConfigError, match=r"r\.npz' is no reference of pairs of version 1"):
         open_pairs(*PAIRS[:2], reference=str(path))
+
+
+def test_a_reference_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    flushed, fsync = [], os.fsync
+
+    def seen(handle):
+        flushed.append((os.fstat(handle).st_ino, {one.name for one in tmp_path.iterdir()}))
+        fsync(handle)
+
+    monkeypatch.setattr(os, "fsync", seen)
+
+    write_reference(tmp_path / "r.npz", [b"k" * 16], np.zeros((1, 2)), "bytes")
+
+    first, last = flushed
+    assert first == ((tmp_path / "r.npz").stat().st_ino, {f".r.npz.{os.getpid()}"})
+    assert last == (tmp_path.stat().st_ino, {"r.npz"})
 
 
 def test_a_reference_that_is_not_there_or_is_of_other_data_is_refused(open_pairs, tmp_path):

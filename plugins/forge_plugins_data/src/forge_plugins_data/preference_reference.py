@@ -18,6 +18,7 @@ from typing import Any
 import attrs
 import numpy as np
 
+from forge_core.checkpoint.fsync import flush
 from forge_core.errors import ConfigError, SaveError
 from forge_plugins_data.file_selection import expanded
 
@@ -133,7 +134,9 @@ def write_reference(
     try:
         with temporary.open("wb") as file:
             np.savez(file, pairs=pairs, log_probabilities=values, about=np.array(about))
+        flush(temporary)
         temporary.replace(path)
+        flush(path.parent)
     except OSError as error:
         raise SaveError(f"cannot write {path}: {error.strerror}") from error
     finally:
