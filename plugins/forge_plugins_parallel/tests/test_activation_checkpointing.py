@@ -263,6 +263,14 @@ def test_patterns_that_keep_nothing_are_refused(context, config, sentence):
         applied(context, mode="selective", **config)
 
 
+def test_a_result_that_the_block_changes_in_place_cannot_be_kept(context):
+    """The norm adds to its mean."""
+    model, _ = applied(context, mode="selective", keep=["*"])
+
+    with pytest.raises(ConfigError, match=r"keep: a block changes a result in place that is to be kept; name fewer"):
+        forward(model).backward()
+
+
 def test_a_recomputed_block_saves_nothing_but_its_inputs(context):
     model, _ = applied(context, mode="full")
 

@@ -118,7 +118,7 @@ def _checkpointed(
     Args:
         again: a forward has several backwards, for the input and for each weight.
     """
-    selective = partial(_keeping_for_several if again else _keeping, kept) if kept.names else None
+    selective = partial(_keeping_eagerly, kept, again=again) if kept.names else None
     counting = [module for module in block.modules() if hasattr(module, "accumulators")]
     traced = {"context_fn": partial(_keeping, kept_by_compiler)} if kept_by_compiler.names else {}
     eager = {"context_fn": selective} if selective else {}
@@ -145,9 +145,27 @@ def _keeping(kept: KeptOperations) -> Contexts:
     return contexts
 
 
-def _keeping_for_several(kept: KeptOperations) -> Contexts:
+def _keeping_eagerly(kept: KeptOperations, *, again: bool) -> Contexts:
     forward, recomputation = _keeping(kept)
-    return forward, _GivingOutAgain(recomputation)
+    return forward, _Refusing(_GivingOutAgain(recomputation) if again else recomputation)
+
+
+class _Refusing(AbstractContextManager[None]):
+    """Says what is wrong where torch only says that it is: a kept result must be as it was for the recomputation."""
+
+    def __init__(self, recomputation: AbstractContextManager[Any]) -> None:
+        self._recomputation = recomputation
+
+    def __enter__(self) -> None:
+        self._recomputation.__enter__()
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        self._recomputation.__exit__(kind, error, trace)
+        if isinstance(error, RuntimeError) and "selective activation checkpoint has been mutated" in str(error):
+            raise ConfigError(
+                "parallel.passes.activation_checkpointing.keep: a block changes a result in place that is to be kept; "
+                'name fewer operations, such as "aten.mm" and "*attention*"'
+            ) from error
 
 
 class _GivingOutAgain(AbstractContextManager[None]):
