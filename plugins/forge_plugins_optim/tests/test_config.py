@@ -47,6 +47,7 @@ from parity_matrix.launch import JOB
         (AdamWConfig, {"lr": 1e31}),
         (AdamWConfig, {"lr": 0.1, "eps": 0.0}),
         (AdamWConfig, {"lr": 0.1, "eps": 1e-46}),
+        (AdamWConfig, {"lr": 0.1, "eps": 1e300}),
         (AdamWConfig, {"lr": 0.1, "weight_decay": -0.1}),
         (AdamWConfig, {"lr": 0.1, "weight_decay": 10.1}),
         (AdafactorConfig, {"lr": 0.1, "beta1": 1.0}),
@@ -54,11 +55,16 @@ from parity_matrix.launch import JOB
         (AdafactorConfig, {"lr": 0.1, "clip_threshold": 0.0}),
         (AdafactorConfig, {"lr": 0.1, "eps": (0.0, 1e-3)}),
         (AdafactorConfig, {"lr": 0.1, "eps": (1e-46, 1e-3)}),
+        (AdafactorConfig, {"lr": 0.1, "eps": (1e300, 1e-3)}),
+        (AdafactorConfig, {"lr": 0.1, "eps": (1e-30, 1e300)}),
         (AdamW8bitConfig, {"lr": 0.1, "min_elements": -1}),
+        (AdamW8bitConfig, {"lr": 0.1, "betas": (0.9, 0.9999999999999999)}),
+        (AdamW8bitConfig, {"lr": 0.1, "eps": 1e300}),
         (LionConfig, {"lr": 0.1, "betas": (0.9, 1.0)}),
         (MuonConfig, {"lr": 0.1, "iterations": 0}),
         (MuonConfig, {"lr": 0.1, "momentum": 1.0}),
         (ScheduleFreeAdamWConfig, {"lr": 0.1, "betas": (0.0, 0.9)}),
+        (ScheduleFreeAdamWConfig, {"lr": 0.1, "eps": 1e300}),
         (ScheduleFreeAdamWConfig, {"lr": 0.1, "r": 1e9}),
         (ScheduleFreeAdamWConfig, {"lr": 0.1, "weight_lr_power": 1e9}),
         (ScheduleFreeAdamWConfig, {"lr": 0.1, "betas": (0.9, 1.0)}),
@@ -88,8 +94,10 @@ from parity_matrix.launch import JOB
         (PiecewiseConfig, {"boundaries": (), "ratios": (1.0,)}),
         (PiecewiseConfig, {"boundaries": (-1,), "ratios": (1.0, 1.0)}),
         (PiecewiseConfig, {"boundaries": (10,), "ratios": (1.0, -1.0)}),
+        (PiecewiseConfig, {"boundaries": (10,), "ratios": (1.0, 1e300)}),
         (ChunkedCrossEntropyConfig, {"chunk_size": 0}),
         (ZLossConfig, {"coefficient": 0.0, "loss": None}),
+        (ZLossConfig, {"coefficient": 1e300, "loss": None}),
         (LabelSmoothingConfig, {"smoothing": 0.0, "loss": None}),
         (LabelSmoothingConfig, {"smoothing": 1.0, "loss": None}),
     ],
@@ -253,6 +261,16 @@ def test_a_last_group_with_a_pattern_only_is_refused() -> None:
     with pytest.raises(ValueError, match=r"the last group \(pattern '\*\.bias'\) has no effect"):
         AdamWConfig(lr=1e-3, groups=(exception, exemption))
     assert AdamWConfig(lr=1e-3, groups=(exemption, exception)).groups[0].is_exemption
+
+
+@pytest.mark.parametrize("lr", [{}, {"lr_scale": 10.0}, {"lr": 1.0}])
+def test_the_decay_of_a_group_turns_no_signs(lr) -> None:
+    """By its own learning rate."""
+    group = ParameterGroup(pattern="*.bias", weight_decay=11.0, **lr)
+
+    AdamWConfig(lr=1e-3, groups=(attrs.evolve(group, weight_decay=1.0),))
+    with pytest.raises(ValueError, match=r"weight_decay of pattern '\*\.bias' must be at most 1 / lr = 1"):
+        AdamWConfig(lr=0.1, groups=(group,))
 
 
 def test_descriptions_and_keys_are_importable_without_torch() -> None:

@@ -18,6 +18,8 @@ _LEAST = 1e-38
 """Of a number that is added to others in fp32, where a smaller one is 0."""
 _MOST: Any = 1e30  # mypy finds no type for gt(0) beside a float
 """Of a learning rate, which fp32 still has after a factor of at most ``10**6``."""
+_NEAREST_TO_1: Any = 0.9999999
+"""Of a number whose distance to 1 is taken in fp32."""
 
 MATRIX_ROLES = ("matrix", "expert")
 Role = Literal["matrix", "embedding", "head", "norm", "bias", "expert"]
@@ -60,9 +62,21 @@ def _last_sets_something(_: object, __: attrs.Attribute[Any], groups: tuple[Para
 
 
 def _shrinks(config: MatrixRules, _: attrs.Attribute[float], value: float) -> None:
-    if value > 1 and value * config.lr > 1:  # below, it is lr that is far too high
-        most = f"1 / lr = {1 / config.lr:g}"
-        raise ValueError(f"must be at most {most}, or 1 − lr · weight_decay is negative; got {value:g}")
+    _refuse_growing(value, config.lr)
+
+
+def _groups_shrink(config: MatrixRules, _: attrs.Attribute[Any], groups: tuple[ParameterGroup, ...]) -> None:
+    for group in groups:
+        scale = 1.0 if group.lr_scale is None else group.lr_scale
+        lr = config.lr * scale if group.lr is None else group.lr
+        _refuse_growing(group.weight_decay or 0.0, lr, f"weight_decay of pattern {group.pattern!r} ")
+
+
+def _refuse_growing(value: float, lr: float, of: str = "") -> None:
+    if value > 1 and value * lr > 1:  # below, it is lr that is far too high
+        raise ValueError(
+            f"{of}must be at most 1 / lr = {1 / lr:g}, or 1 − lr · weight_decay is negative; got {value:g}"
+        )
 
 
 @attrs.frozen(kw_only=True)
@@ -73,7 +87,7 @@ class MatrixRules:
     """Base learning rate, which the schedule multiplies."""
     weight_decay: float = attrs.field(default=0.1, validator=[ge(0), _shrinks])
     """Each step also multiplies a parameter by ``1 − lr · weight_decay``."""
-    groups: tuple[ParameterGroup, ...] = attrs.field(default=(), validator=_last_sets_something)
+    groups: tuple[ParameterGroup, ...] = attrs.field(default=(), validator=[_last_sets_something, _groups_shrink])
     """Exceptions by parameter name, in order. A group with a ``pattern`` only keeps what it takes from the groups after
     it."""
 
@@ -163,7 +177,7 @@ class AdamWConfig(ParameterRules):
 
     betas: tuple[float, float] = attrs.field(default=(0.9, 0.95), validator=deep_iterable(and_(ge(0), lt(1))))
     """Decay of the running means of the gradient and of its square, a step."""
-    eps: float = attrs.field(default=1e-8, validator=ge(_LEAST))
+    eps: float = attrs.field(default=1e-8, validator=[ge(_LEAST), le(_MOST)])
     """Added to the root of the second moment."""
     rounding: Rounding = "nearest"
     """How parameters and moments are rounded that are kept in bf16 (``train.precision = "bf16_pure"``).
@@ -208,9 +222,11 @@ class AdamWConfig(ParameterRules):
 class AdamW8bitConfig(ParameterRules, RoundingRules):
     """AdamW with its moments in 8 bits (Dettmers et al., 2022, https://arxiv.org/abs/2110.02861)."""
 
-    betas: tuple[float, float] = attrs.field(default=(0.9, 0.95), validator=deep_iterable(and_(ge(0), lt(1))))
+    betas: tuple[float, float] = attrs.field(
+        default=(0.9, 0.95), validator=deep_iterable(and_(ge(0), le(_NEAREST_TO_1)))
+    )
     """Decay of the running means of the gradient and of its square, a step."""
-    eps: float = attrs.field(default=1e-8, validator=ge(_LEAST))
+    eps: float = attrs.field(default=1e-8, validator=[ge(_LEAST), le(_MOST)])
     """Added to the root of the second moment."""
     min_elements: int = attrs.field(default=4096, validator=ge(0))
     """Parameters of fewer elements keep their moments in fp32, as embedding tables and scalars always do. A resumed run
@@ -238,7 +254,7 @@ class ScheduleFreeAdamWConfig(ParameterRules, CompileRules):
     betas: tuple[float, float] = attrs.field(default=(0.9, 0.999), validator=deep_iterable(and_(gt(0), lt(1))))
     """Share of the average in the point at which gradients are taken, beside the fast weights; and decay of the running
     mean of the gradient's square, a step."""
-    eps: float = attrs.field(default=1e-8, validator=ge(_LEAST))
+    eps: float = attrs.field(default=1e-8, validator=[ge(_LEAST), le(_MOST)])
     """Added to the root of the second moment."""
     r: float = attrs.field(default=0.0, validator=and_(ge(0), le(100)))
     """Step k has the weight ``k^r`` in the average; 0 weighs early steps like late ones."""
@@ -314,7 +330,7 @@ class AdafactorConfig(ParameterRules):
     """In update t, means of squares keep ``1 − t^−decay_power`` of what they were."""
     clip_threshold: float = attrs.field(default=1.0, validator=gt(0))
     """The largest root mean square of a parameter's update before the learning rate multiplies it."""
-    eps: tuple[float, float] = attrs.field(default=(1e-30, 1e-3), validator=deep_iterable(ge(_LEAST)))
+    eps: tuple[float, float] = attrs.field(default=(1e-30, 1e-3), validator=deep_iterable(and_(ge(_LEAST), le(1))))
     """Added to squares of gradients; and the least size of a parameter for ``scale_parameter``."""
     scale_parameter: bool = False
     """Whether the learning rate of a parameter is multiplied by its root mean square, as in the paper. If not, it is

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import attrs
-from attrs.validators import and_, ge, gt, lt
+from attrs.validators import and_, ge, gt, le, lt
 
 from forge_core.api import ComponentRef, Slot
 
@@ -43,7 +43,7 @@ class ChunkedCrossEntropyConfig:
 class ZLossConfig:
     """A penalty on the log-partition (Chowdhery et al., 2022, https://arxiv.org/abs/2204.02311, section 5)."""
 
-    coefficient: float = attrs.field(default=1e-4, validator=gt(0))
+    coefficient: float = attrs.field(default=1e-4, validator=and_(gt(0), le(10**6)))
     """Factor on the squared log-partition of a token, in nats²."""
     loss: Annotated[ComponentRef, Slot("loss", default="cross_entropy")]
     """The loss that the penalty is added to."""
@@ -72,7 +72,7 @@ class DPOConfig:
     """Direct preference optimisation (Rafailov et al., 2023, https://arxiv.org/abs/2305.18290), of pairs of answers as
     the data source ``preference_pairs`` has them."""
 
-    beta: float = attrs.field(default=0.1, validator=gt(0))
+    beta: float = attrs.field(default=0.1, validator=and_(gt(0), le(10**6)))
     """How dear it is to leave the reference, β: the smaller, the further the model goes."""
     label_smoothing: float = attrs.field(default=0.0, validator=[ge(0), lt(0.5)])
     """The part of the pairs whose answers are thought to be the wrong way round, ε (conservative DPO)."""

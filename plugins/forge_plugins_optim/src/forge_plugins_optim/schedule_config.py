@@ -142,7 +142,9 @@ class PiecewiseConfig(WarmUp):
     boundaries: tuple[float, ...] = attrs.field(validator=[min_len(1), deep_iterable(gt(0)), _ascending])
     """The last steps of all parts but the last one, in ascending order: steps, or fractions of ``train.steps`` if they
     are below 1."""
-    ratios: tuple[float, ...] = attrs.field(validator=[deep_iterable(ge(0)), _one_more_than_boundaries])
+    ratios: tuple[float, ...] = attrs.field(
+        validator=[deep_iterable(and_(ge(0), le(10**6))), _one_more_than_boundaries]
+    )
     """The learning rate of each part, as a fraction of its base. The warm-up rises to the first one."""
     least_after: ClassVar[int] = 0
 
