@@ -320,7 +320,7 @@ def _is_start(_: object, attribute: attrs.Attribute[Any], value: int | float | s
         raise ValueError(f"must be at least 1, the first step, got {value}")
 
 
-_TOKENS = re.compile(r"(\d+(?:\.\d+)?(?:e\d+)?) tokens")
+_TOKENS = re.compile(r"(\d{1,18}(?:\.\d+)?(?:e\d{1,2})?) tokens")
 
 
 @attrs.frozen(kw_only=True)
@@ -356,8 +356,8 @@ class PhaseSection:
         """Factors that are no factors, and a beginning after the end."""
         scales = self.lr_scale if isinstance(self.lr_scale, Mapping) else {"": self.lr_scale}
         for pattern, scale in scales.items():
-            if scale < 0:
-                yield f"lr_scale.{pattern}".rstrip("."), f"must be at least 0, got {scale:g}"
+            if not 0 <= scale <= 10**6:  # as those of an optimizer's groups
+                yield f"lr_scale.{pattern}".rstrip("."), f"must be at least 0 and at most 1000000, got {scale:g}"
         first = self.first_step(job.train)
         if first is not None and first > job.train.steps:
             yield "at", f"{self.at!r} begins at step {first}, after the last one, train.steps = {job.train.steps}"
