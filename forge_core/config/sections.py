@@ -80,6 +80,8 @@ class RunSection:
         name = str(self.name)
         if name.strip() != name or name in ("", ".", "..") or not name.isprintable() or set(name) & set("/\\"):
             yield "name", f"must be a plain file name, as it becomes a directory; got {name!r}"
+        elif (size := len(name.encode())) > 200:
+            yield "name", f"has {size} bytes, which are too many for a directory's name; at most 200 are allowed"
         if self.time_limit is not None and (
             problem := lead_problem(self.stop_before_end, self.time_limit, "run.time_limit")
         ):

@@ -59,8 +59,6 @@ class RunDirectory:
         Raises:
             ConfigError: neither the directory nor the nearest one above it that exists can be written to.
         """
-        if len(self.path.name.encode()) > 200:
-            raise ConfigError(f"run.name: {len(self.path.name)} characters are too many for a directory's name")
         folder = next(one for one in (self.path, *self.path.parents) if one.exists())
         if not folder.is_dir():
             raise ConfigError(f"run.dir: {self.path} cannot be a directory, because {folder} is a file")

@@ -176,6 +176,12 @@ def test_a_run_name_is_a_plain_file_name(complaint, name):
     assert "run.name: must be a plain file name" in complaint(f"run.name={name}")
 
 
+def test_a_run_name_that_is_too_long_for_a_directory_is_refused(complaint, load):
+    """In bytes: ä has two."""
+    assert "run.name: has 202 bytes, which are too many for a directory's name" in complaint(f"run.name={'ä' * 101}")
+    assert load(f"run.name={'ä' * 100}").run.name == "ä" * 100
+
+
 @pytest.mark.parametrize(
     ("settings", "world_size", "accumulation", "total"),
     [
