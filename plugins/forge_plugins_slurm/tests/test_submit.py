@@ -88,6 +88,15 @@ def test_forge_cluster_names_another_file(forge, slurm_job, monkeypatch):
     assert (code, "missing.toml: there is no such file" in error) == (2, True), error
 
 
+def test_a_signal_lead_that_sbatch_does_not_take_is_refused(tmp_path):
+    """The most is 65535 s, also beside a time limit of a week."""
+    file = tmp_path / "cluster.toml"
+    file.write_text('time = "7-00:00:00"\nsignal_lead = 65536\n')
+
+    with pytest.raises(ConfigError, match=r"cluster.toml:2: signal_lead: must be at most 65535, got 65536"):
+        read_cluster(file)
+
+
 def test_mistakes_in_cluster_toml_are_all_named_with_their_lines(tmp_path):
     file = tmp_path / "cluster.toml"
     file.write_text(

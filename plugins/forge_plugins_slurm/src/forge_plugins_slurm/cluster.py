@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import attrs
-from attrs.validators import deep_iterable, deep_mapping, ge, gt, matches_re, min_len, optional
+from attrs.validators import deep_iterable, deep_mapping, ge, gt, le, matches_re, min_len, optional
 
 from forge_core.config.sections import is_time_limit
 from forge_core.errors import ConfigError
@@ -65,7 +65,7 @@ class Cluster:
     """Memory of each node, such as ``"900G"``; ``"0"`` is all of it."""
     launcher: Launcher = "srun"
     """``srun`` starts every rank; ``torchrun`` is started by ``srun`` once a node, and starts the ranks."""
-    signal_lead: int = attrs.field(default=120, validator=gt(0))
+    signal_lead: int = attrs.field(default=120, validator=[gt(0), le(65_535)])  # more than that sbatch does not take
     """Seconds before the time limit at which the run is told to save. Slurm looks every 30 seconds. It must hold a step
     and a checkpoint."""
     max_failures: int = attrs.field(default=3, validator=ge(0))
