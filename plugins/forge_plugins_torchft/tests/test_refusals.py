@@ -83,6 +83,21 @@ def test_an_address_that_is_none_is_refused_before_a_replica_is_started(job, url
     assert not (job.folder / "runs").exists()
 
 
+@pytest.mark.parametrize("option", ["--port", "--heartbeat-timeout"])
+def test_options_of_the_lighthouse_that_is_started_are_refused_beside_another_one(job, option, capsys):
+    url = "http://node0:29510"
+    command = ["replicas", str(job.config), "--replicas", "1", option, "29511"]
+    told = f"{option} is for the lighthouse that is started here, and"
+
+    for more, who in (
+        (["--lighthouse", url], "--lighthouse"),
+        ([f"callbacks.0.lighthouse={url}"], "lighthouse of"),
+    ):
+        assert main([*command, *more]) == 2
+        assert f"{told} {who}" in capsys.readouterr().err
+    assert not (job.folder / "runs").exists()
+
+
 def test_a_lighthouse_whose_port_is_taken_is_said(job):
     import socket
 

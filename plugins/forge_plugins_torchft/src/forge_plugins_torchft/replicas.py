@@ -91,9 +91,13 @@ def replicas(
     settings = _settings(job)
     devices = _devices_of_each(job, count, nproc)
     os.environ["FORGE_DISABLE_PLUGINS"] = ",".join([*obj.disabled, os.environ.get("FORGE_DISABLE_PLUGINS", "")])
-    if named is not None and port is not None:
-        raise ConfigError("--port is for the lighthouse that is started here, and --lighthouse names another one")
     url = settings.lighthouse if named is None else reporting_to(settings, named, "--lighthouse").lighthouse
+    for option in ("port", "heartbeat_timeout"):
+        source = click.get_current_context().get_parameter_source(option)
+        if url is not None and source is click.core.ParameterSource.COMMANDLINE:
+            who = "lighthouse of the callback torchft" if named is None else "--lighthouse"
+            words = f"--{option.replace('_', '-')} is for the lighthouse that is started here"
+            raise ConfigError(f"{words}, and {who} names another one")
     with tempfile.TemporaryDirectory(prefix="forge-") as folder, ExitStack() as until_complete:
         at = url or until_complete.enter_context(lighthouse(port, settings, heartbeat_timeout))
         environment = {**os.environ, LIGHTHOUSE: at, EXPECTED: str(first + count)}
