@@ -75,6 +75,19 @@ def test_contributions_add_up_to_the_logit(session, heads):
     assert len(found) == 1 + 2 * ((4 if heads else 1) + 1) + 1
 
 
+@pytest.mark.parametrize("missing", ["resid_mid", "attn_head_out"])
+def test_heads_are_refused_where_a_block_does_not_tell_of_them(session, monkeypatch, missing):
+    """Without a middle, as with ``parallel_residual``, they were left out without a word. A mixture of transformers has
+    heads for each modality."""
+    sites = session.sites
+    monkeypatch.delitem(sites.here, f"blocks.0.{missing}")
+
+    with pytest.raises(
+        ConfigError, match=rf"--heads\): the model has no site blocks\.0\.{missing}, so that they cannot"
+    ):
+        attribute(session, TOKENS, 3, heads=True)
+
+
 def test_contributions_have_the_factor_of_the_logits(session, monkeypatch):
     """They were those of logits without ``output_multiplier``, which Granite divides by."""
     model = session.built.parts[0]

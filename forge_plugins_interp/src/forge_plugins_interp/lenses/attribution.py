@@ -77,10 +77,19 @@ def attribute(
 def _parts_of_stream(
     session: Session, tokens: torch.Tensor, position: int, *, heads: bool
 ) -> list[tuple[str, int, torch.Tensor]]:
-    """Name, layer and vector ``(D,)`` float64 of each summand of the last block's output at the position."""
+    """Name, layer and vector ``(D,)`` float64 of each summand of the last block's output at the position.
+
+    Raises:
+        ConfigError: a block does not tell what each of its heads adds.
+    """
     known = session.sites.names("blocks.*.*")
     layers = sorted({layer_of(name) for name in known})
     has_middle = f"blocks.{layers[0]}.resid_mid" in known
+    for needed in (f"blocks.{layer}.{site}" for layer in layers for site in ("resid_mid", "attn_head_out")):
+        if heads and needed not in known:
+            raise ConfigError(
+                f"heads (--heads): the model has no site {needed}, so that they cannot be looked at; leave heads out"
+            )
     wanted = ["blocks.*.resid_pre", "blocks.*.resid_post", *(["blocks.*.resid_mid"] if has_middle else [])]
     wanted += ["blocks.*.attn_head_out"] if heads else []
     with torch.no_grad(), session.observe(*wanted, last_residual(session)) as seen:
