@@ -72,6 +72,13 @@ def test_yarn_needs_a_range_of_frequencies():
         YarnScaling(factor=4.0, original_max_seq_len=64, beta_slow=2.0, beta_fast=2.0)
 
 
+@pytest.mark.parametrize("key", ["beta_fast", "logit_scale"])
+def test_yarn_takes_no_number_that_fp32_cannot_have_then(key):
+    """One was the logarithm of 0, the other NaN in the first step."""
+    with pytest.raises(ValueError, match=f"'{key}' must be <= 1000000: 1e.308"):
+        YarnScaling(factor=4.0, original_max_seq_len=64, **{key: 1e308})
+
+
 def job(*, seq_len: int = 64, tp: int = 1, pp: int = 1, device: str = "auto") -> SimpleNamespace:
     return SimpleNamespace(
         train=SimpleNamespace(seq_len=seq_len),

@@ -174,7 +174,8 @@ def test_factors_that_do_not_fit_are_refused(keys, words, tiny_config):
 @pytest.mark.parametrize(
     ("keys", "words"),
     [
-        ({"short_factor": (1.0, 0.0, 1.0)}, "must be factors above 0, got 0.0"),
+        ({"short_factor": (1.0, 0.0, 1.0)}, "must be factors of at least 1e-06 and at most 1000000, got 0.0"),
+        ({"short_factor": (1.0, 1e300, 1.0)}, "must be factors of at least 1e-06 and at most 1000000, got 1e.300"),
         ({"long_factor": (1.0, 2.0)}, "has 2 factors, and short_factor has 3"),
     ],
 )

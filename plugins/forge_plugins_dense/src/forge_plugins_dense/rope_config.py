@@ -5,7 +5,10 @@ from __future__ import annotations
 import math
 
 import attrs
-from attrs.validators import ge, gt, optional
+from attrs.validators import ge, gt, le, optional
+
+_MOST = 10**6
+"""Of a factor, and one over it the least: fp32 has what these make of a frequency or a logit."""
 
 
 def _above_low_freq_factor(scaling: Llama3Scaling, _: attrs.Attribute[float], value: float) -> None:
@@ -19,9 +22,9 @@ class Llama3Scaling:
 
     factor: float = attrs.field(default=8.0, validator=ge(1))
     """What the frequency of a slow rotation is divided by."""
-    low_freq_factor: float = attrs.field(default=1.0, validator=gt(0))
+    low_freq_factor: float = attrs.field(default=1.0, validator=[gt(0), le(_MOST)])
     """Rotations that turn less often than this within ``original_max_seq_len`` are slow."""
-    high_freq_factor: float = attrs.field(default=4.0, validator=[gt(0), _above_low_freq_factor])
+    high_freq_factor: float = attrs.field(default=4.0, validator=[gt(0), le(_MOST), _above_low_freq_factor])
     """Rotations that turn more often than this within ``original_max_seq_len`` are fast; between the two, the frequency
     is interpolated."""
     original_max_seq_len: int = attrs.field(default=8192, validator=gt(0))
@@ -42,20 +45,20 @@ class YarnScaling:
     """What the frequency of a slow rotation is divided by."""
     original_max_seq_len: int = attrs.field(validator=gt(0))
     """The sequence length, in tokens, that the model was first trained on."""
-    beta_slow: float = attrs.field(default=1.0, validator=gt(0))
+    beta_slow: float = attrs.field(default=1.0, validator=[gt(0), le(_MOST)])
     """Rotations that turn less often than this within ``original_max_seq_len`` are slow."""
-    beta_fast: float = attrs.field(default=32.0, validator=[gt(0), _above_beta_slow])
+    beta_fast: float = attrs.field(default=32.0, validator=[gt(0), le(_MOST), _above_beta_slow])
     """Rotations that turn more often than this within ``original_max_seq_len`` are fast; between the two, the frequency
     is interpolated."""
     truncate: bool = True
     """Take whole pairs of features for the ends of what is interpolated; gpt-oss does not."""
-    logit_scale: float | None = attrs.field(default=None, validator=optional(gt(0)))
+    logit_scale: float | None = attrs.field(default=None, validator=optional([gt(0), le(_MOST)]))
     """What the logits of attention are multiplied by; by default ``(0.1 · ln(factor) + 1)²``."""
 
 
 def _are_positive(_: LongRope, __: attrs.Attribute[tuple[float, ...]], value: tuple[float, ...]) -> None:
-    if wrong := [factor for factor in value if not 0 < factor < math.inf]:
-        raise ValueError(f"must be factors above 0, got {wrong[0]}")
+    if wrong := [factor for factor in value if not 1 / _MOST <= factor <= _MOST]:
+        raise ValueError(f"must be factors of at least {1 / _MOST:g} and at most {_MOST}, got {wrong[0]}")
 
 
 def _are_as_many(scaling: LongRope, _: attrs.Attribute[tuple[float, ...]], value: tuple[float, ...]) -> None:
@@ -75,7 +78,7 @@ class LongRope:
     """The same in longer sequences; a packed document counts by itself."""
     original_max_seq_len: int = attrs.field(validator=gt(1))
     """The sequence length, in tokens, that the model was first trained on."""
-    attention_factor: float | None = attrs.field(default=None, validator=optional(gt(0)))
+    attention_factor: float | None = attrs.field(default=None, validator=optional([gt(0), le(_MOST)]))
     """What rotated features are multiplied by; by default ``√(1 + ln(s) / ln(original_max_seq_len))``, where ``s`` is
     ``model.max_seq_len / original_max_seq_len``, and 1 if ``s`` is below 1."""
 
