@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import re
 
 import numpy as np
 import pytest
@@ -240,6 +241,18 @@ def test_bad_input_is_a_sentence(stories, capsys, arguments, message):
     groups = [] if "--groups" in arguments else ["--groups", "story"]
     assert main(["score", *map(str, stories), *groups, *arguments]) == 2
     assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_features_that_the_memory_cannot_have_together_are_refused_before_they_are_read(stories, monkeypatch, capsys):
+    monkeypatch.setattr("os.sysconf", lambda name: {"SC_PAGE_SIZE": 1024, "SC_PHYS_PAGES": 30}[name])
+    monkeypatch.setattr("forge_plugins_interp.store.Store.array", None)
+
+    assert main(["score", *map(str, stories), "--groups", "story", "--method", "banded_ridge"]) == 2
+
+    said = " ".join(capsys.readouterr().err.split())
+    assert re.search(r"the features of 2 sites take [\d.]+ KiB, and this machine has 30.0 KiB; choose fewer", said), (
+        said
+    )
 
 
 def test_delays_need_groups_and_penalties_two_of_them(stories, capsys):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import click
 
+from forge_core.checkpoint.manifest import as_size
 from forge_core.commands.json_output import json_option, print_json
 from forge_core.errors import ConfigError, nearest_hint
 from forge_plugins_interp.out_option import look_at_out, save_results
@@ -124,6 +127,7 @@ def score(
 
     heading = f"{method} over {len(numbers)} stimuli, {len(brain.neuroids)} neuroids"
     if method == "banded_ridge":
+        _refuse_too_large(acts, sites, len(numbers) * max(len(earlier), 1))
         known = {"method": method, "stimuli": len(numbers)}
         found = _banded({site: features(site) for site in sites}, brain, draws, splits, shuffles)
         rows = [{**row, **known} for row in found]
@@ -224,6 +228,17 @@ def _banded(
     together = {"site": "all", **_facts(found), "part": sum(parts)}
     nothing = dict.fromkeys(_facts(found))
     return [together, *({"site": site, **nothing, "part": part} for site, part in zip(bands, parts, strict=True))]
+
+
+def _refuse_too_large(acts: Store, sites: Sequence[str], rows: int) -> None:
+    """Features of all sites are in memory together, as float64 and, at the peak, about six times."""
+    size = 6 * 8 * rows * sum(math.prod(acts.manifest.sites[site].sizes) for site in sites)
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if size > memory:
+        raise ConfigError(
+            f"--method banded_ridge: the features of {len(sites)} sites take {as_size(size)}, and this machine has "
+            f"{as_size(memory)}; choose fewer with --sites, or extract the store with --features"
+        )
 
 
 def _parts(rows: Sequence[Row]) -> list[str]:
