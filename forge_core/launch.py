@@ -86,8 +86,7 @@ def launch(ranks: Ranks, *, max_restarts: int, checkpoints: Path, until_the_end:
         before = _newest(checkpoints)
         ended = _launch_once(ranks, signals)
         if ended.killed_by:
-            words = signal_words(ended.killed_by)
-            note_end(checkpoints.parent, f"a rank was killed by {words}", ended.code)
+            note_end(checkpoints.parent, f"a rank was killed by {signal_words(ended.killed_by)}", ended.code)
         newest = _newest(checkpoints)
         if signals.leaves or ended.code in _FINAL:
             return ended.code

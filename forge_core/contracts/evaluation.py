@@ -131,6 +131,13 @@ class EvaluationContext(Protocol):
 class Evaluation(ABC):
     """Base class. The model is in evaluation mode, and no gradients are recorded."""
 
+    def look_at(self, parts: Sequence[nn.Module], mesh: RanksByAxis, job: Job) -> None:  # noqa: B027  # most need nothing
+        """Look at the model that a run has built, before its first step. All ranks call it together.
+
+        Raises:
+            ConfigError: it has not what this is to measure.
+        """
+
     @abstractmethod
     def run(self, context: EvaluationContext) -> Mapping[str, float]:
         """Measure. All ranks call it together, and each returns the same names and values.

@@ -134,6 +134,8 @@ def _build(setup: RunSetup) -> Built:
     job, build = setup.job, setup.build
     context = PassContext(setup.mesh, job, setup.device, entries=setup.entries)
     model = build_model(context, setup.vocab_size, setup.passes, build)
+    for one in setup.evaluations:
+        one.evaluation.look_at(model.parts, setup.mesh, job)
     model.loss.refuse_entries(entries := entries_of(setup.source, setup.job.train.seq_len))
     if job.checkpoint.best_metric == "eval/perplexity" and not model.loss.has_perplexity(entries):
         raise ConfigError(f"checkpoint.best_metric: {model.loss.words} has no perplexity; choose eval/loss")
@@ -345,8 +347,7 @@ class _Training:
             restore(checkpoint, built.model, built.optimizer, setup.callbacks, setup.mesh, setup.console.line)
             restore_tensors(checkpoint, setup.callbacks, setup.mesh, setup.console.line, "stay as they are")
 
-        saved = self._saved.get("rolling_back", {})
-        return Rollback(self._run, setup.store, setup.mirror, guard, reload, **saved)
+        return Rollback(self._run, setup.store, setup.mirror, guard, reload, **self._saved.get("rolling_back", {}))
 
     def _make_saving(self, built: Built, rollback: Rollback, metrics: Metrics, replicas: Replicas) -> Saving:
         setup, checkpoint = self._setup, self._setup.job.checkpoint

@@ -63,9 +63,8 @@ def emulation_words(precision: Precision, device: torch.device) -> str:
 def announce_complete(begun: Begun) -> None:
     """Say that there is nothing to do, and which keys the run was trained with instead of the job's."""
     assert begun.checkpoint is not None, "it is complete"
-    steps = begun.job.train.steps
-    begun.console.line(f"{begun.directory.path} already has all {steps} steps; nothing to do")
     job = begun.job
+    begun.console.line(f"{begun.directory.path} already has all {job.train.steps} steps; nothing to do")
     with suppress(ConfigError):  # other ranks that could not make up its global batch: none is trained
         job = with_global_batch(job, begun.mesh.dp_size, begun.checkpoint, lambda line: None)
     changes = changes_that_matter(begun.checkpoint.job(), job_table(job))

@@ -9,6 +9,7 @@ import sys
 import pytest
 
 import fork_server
+from forge_core.cli import main
 
 EVALUATION = """
 [[evaluations]]
@@ -54,6 +55,15 @@ def test_layers_are_compared_with_the_first_evaluation(alone):
     assert set(alone[2]) == {"embed", "blocks.0.resid_post", "blocks.1.resid_post"}
     assert all(value == pytest.approx(1, abs=1e-6) for value in alone[2].values())
     assert max(alone[step][site] for step in (4, 6) for site in alone[2]) < 1 - 1e-4
+
+
+def test_a_site_that_the_model_lacks_is_refused_before_the_first_step(folder, capsys):
+    given = [str(folder / "job.toml"), "run.name=wrong", "evaluations.0.label=layers", "evaluations.0.interval=0"]
+
+    assert main(["run", *given, "--dry-run", "evaluations.0.sites=['embed', 'blocks.*.resid_pots']"]) == 2
+
+    said = capsys.readouterr().err
+    assert "evaluations layers: site 'blocks.*.resid_pots': the model has none of that name; did you mean" in said
 
 
 @pytest.mark.parametrize(

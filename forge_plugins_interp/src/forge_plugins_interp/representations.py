@@ -8,9 +8,12 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 from forge_core.checkpoint.fsync import flush, make_folder
+from forge_core.config.sections import Job
 from forge_core.contracts.builder import Builder
+from forge_core.contracts.callback import RanksByAxis
 from forge_core.contracts.evaluation import Evaluation, EvaluationContext, OpenData
 from forge_core.contracts.loss import IGNORED
 from forge_core.errors import ConfigError
@@ -34,6 +37,12 @@ class Representations(Evaluation):
         self._metric: RepresentationMetric = build(config.metric)
         self._reduction = Reduction(over=config.over)
         self._first: dict[str, torch.Tensor] | None = None
+
+    def look_at(self, parts: Sequence[nn.Module], mesh: RanksByAxis, job: Job) -> None:
+        try:
+            sites_of_run(parts, mesh, job).chosen(self._config.sites)
+        except ConfigError as error:
+            raise ConfigError(f"evaluations {self._label()}: {error}") from error
 
     def run(self, context: EvaluationContext) -> Mapping[str, float]:
         sites = sites_of_run(context.parts, context.mesh, context.job)
