@@ -152,7 +152,7 @@ def test_a_run_stops_when_its_sweep_is_killed(study):
         ([*SWEEP, "--paralel=2"], "did you mean '--parallel'?"),
         (["--sweep", "optimizer.lr = 1e-3", "optimizer.lr=1"], "optimizer.lr=1: optimizer.lr is swept, and each run"),
         ([*SWEEP, "optimizer.lr = 1"], "optimizer.lr = 1: optimizer.lr is swept, and each run"),
-        ([*SWEEP, f"run.name={'n' * 244}"], "nnn…, with 252 bytes, and at most 250 can be the name of its files"),
+        ([*SWEEP, f"run.name={'n' * 193}"], "nnn…, with 201 bytes, and at most 200 can be the name of its directory"),
         (["--sweep", "run.name=a,b"], "run.name is made for each run of the sweep; set it for all of them"),
         ([*SWEEP, "--parallel", "0"], "0 is not in the range x>=1"),
         ([*SWEEP, "--nproc", "2", "parallel.tp=4"], "parallel"),

@@ -14,7 +14,7 @@ from forge_core.job import load_job
 from forge_core.registry.catalog import Catalog
 from forge_plugins_studies.points import Point, points_of
 
-_MOST_BYTES = 250
+_MOST_BYTES = 200
 
 
 @attrs.frozen(kw_only=True)
@@ -73,9 +73,9 @@ def load_study(
 
 
 def _refuse_too_long(name: str) -> None:
-    """A run's name with an end such as ``.toml`` is the name of a file."""
+    """As the job of the run is refused, once it has this name."""
     if (n_bytes := len(os.fsencode(name))) > _MOST_BYTES:
         raise ConfigError(
             f"run.name: a run would be called {name[:40]}…, with {n_bytes} bytes, and at most {_MOST_BYTES} can be the "
-            "name of its files; shorten it, or values that are swept"
+            "name of its directory; shorten it, or values that are swept"
         )
