@@ -502,6 +502,23 @@ def test_an_error_in_another_process_arrives_as_the_same_sentence(tmp_path):
         run(tmp_path, tmp_path / "out", unit_size=300, workers=2)
 
 
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--pattern", "*.md"], "--pattern *.md has no effect: no input is a folder"),
+        (["--text-field", "body"], "--text-field body has no effect: no input is JSONL or Parquet"),
+        (["--encoding-errors", "skip"], "--encoding-errors skip has no effect: this tokenizer reads the bytes"),
+    ],
+)
+def test_options_that_say_nothing_about_the_input_are_refused(tmp_path, monkeypatch, options, sentence):
+    monkeypatch.setattr("forge_plugins_data.commands._build_tokenizer", lambda *_: BYTES)
+    (tmp_path / "a.txt").write_text("text")
+    command = ["prepare", str(tmp_path / "a.txt"), "-o", str(tmp_path / "out"), *options]
+
+    assert sentence in str(CliRunner().invoke(data, command, obj=None).exception)
+    assert not (tmp_path / "out").exists()
+
+
 def test_the_command_prepares_and_inspects(tmp_path, monkeypatch, build):
     monkeypatch.setattr("forge_plugins_data.commands._build_tokenizer", lambda *_: BYTES)
     write_jsonl(tmp_path / "x.jsonl", [*texts(), ""])

@@ -17,6 +17,7 @@ from forge_core.contracts.tokenizer import Tokenizer
 from forge_core.errors import ConfigError
 from forge_plugins_data.config import EncodingErrors
 from forge_plugins_data.documents import DEFAULT_PATTERNS
+from forge_plugins_data.file_selection import is_folder, select_files
 from forge_plugins_data.job_facts import InspectedJob, StepFacts
 from forge_plugins_data.prepare import UNIT_SIZE, prepare
 from forge_plugins_data.progress import Progress
@@ -106,6 +107,10 @@ def prepare_command(
     """
     if tokenizer is not None and train_bpe is not None:
         raise click.UsageError("give --tokenizer or --train-bpe, not both")
+    if patterns and not any(map(is_folder, inputs)) and select_files(inputs, ()):
+        raise ConfigError(
+            f"--pattern {patterns[0]} has no effect: no input is a folder, of which to take files; remove it"
+        )
     try:
         header = prepare(
             inputs,

@@ -17,6 +17,7 @@ from forge_core.errors import ConfigError
 from forge_plugins_data.bpe import train_bpe
 from forge_plugins_data.config import EncodingErrors
 from forge_plugins_data.documents import DEFAULT_PATTERNS, Unit, plan_units, read_documents
+from forge_plugins_data.encoding import reads_bytes
 from forge_plugins_data.file_selection import SelectedFile, count_left_out, select_files
 from forge_plugins_data.progress import Progress
 from forge_plugins_data.token_format import SETTINGS, TokenHeader, write_atomically
@@ -73,6 +74,8 @@ def prepare(
     units = plan_units([file.path for file in files], unit_size, text_field, binary=binary)
     if not sum(unit.size for unit in units):
         raise ConfigError(f"the input is empty: {len(files)} file{'s' * (len(files) != 1)}, no bytes")
+    if all(unit.kind == "text" for unit in units):
+        _refuse_idle(tokenizer, text_field, encoding_errors)
     settings = _settings(files, tokenizer, text_field, encoding_errors, binary, unit_size)
     _require_same_settings(output, settings)
     with writing_in(output, "--output"), alone_in(output) as alone:
@@ -87,6 +90,17 @@ def prepare(
     if header.tokens == 0:
         raise ConfigError(f"the input has no text: {len(files)} file{'s' * (len(files) != 1)}, all documents empty")
     return header
+
+
+def _refuse_idle(tokenizer: Tokenizer | int, text_field: str, encoding_errors: EncodingErrors) -> None:
+    """What says nothing about plain text."""
+    if text_field != "text":
+        raise ConfigError(f"--text-field {text_field} has no effect: no input is JSONL or Parquet; remove it")
+    if encoding_errors != "strict" and not isinstance(tokenizer, int) and reads_bytes(tokenizer):
+        raise ConfigError(
+            f"--encoding-errors {encoding_errors} has no effect: this tokenizer reads the bytes of text files and "
+            "decodes nothing; remove it"
+        )
 
 
 def _listed(endings: Mapping[str, int]) -> str:
