@@ -271,6 +271,10 @@ def test_the_text_names_passes_stages_and_whether_it_fits(plan):
         (["--world-size", "1", "--gpu", "a100"], "Did you mean a100-40 or a100-80?"),
         (["--world-size", "1", "data.name=token_files", "data.path=x"], "say --vocab-size N, or set model.vocab_size"),
         (
+            ["--world-size", "1", "--vocab-size", "999", "model.vocab_size=256"],
+            "--vocab-size 999 has no effect: model.vocab_size is 256",
+        ),
+        (
             ["--world-size", "6", "parallel.ep=2", "model.num_experts=4", "model.moe={hidden_dim=16}"],
             "model.moe: a stack of 4 × 16 × 64, of which parallel.ep = 2 ranks have other experts, cannot be shared",
         ),

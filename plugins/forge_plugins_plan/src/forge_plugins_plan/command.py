@@ -103,9 +103,9 @@ def plan(
         from forge_plugins_plan.report import make_plan
         from forge_plugins_plan.simulation import without_collections
 
+    _refuse_idle(job, vocab_size, calibrate, out, calibration)
     vocab_size = vocab_size or _vocabulary_of_run(config.parent, run)
     figures = _figures(ettr, step_seconds, assume)
-    _refuse_idle(calibrate, out, calibration)
     planned_gpu = gpu_named(gpu) if gpu is not None else None
     if calibrate:
         from forge_plugins_plan.measured_ranks import calibrated
@@ -236,7 +236,12 @@ def _echo(
     click.echo("\n".join(lines))
 
 
-def _refuse_idle(calibrate: bool, out: Path | None, calibration: Path | None) -> None:
+def _refuse_idle(job: Job, vocab_size: int | None, calibrate: bool, out: Path | None, calibration: Path | None) -> None:
+    said = getattr(job.model.config, "vocab_size", None)
+    if None not in (vocab_size, said) and vocab_size != said:
+        raise ConfigError(
+            f"--vocab-size {vocab_size} has no effect: model.vocab_size is {said}; leave one of the two out"
+        )
     if out is not None and not calibrate:
         raise ConfigError("--out has no effect without --calibrate")
     if calibrate and calibration is not None:
