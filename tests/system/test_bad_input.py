@@ -110,7 +110,7 @@ OVERRIDES = {
     "an evaluation without an interval": (["eval.batches=3"], "eval: has no interval"),
     "a seed that no generator takes": (["train.seed=99999999999999999999"], "train.seed"),
     "a kernel that this device does not have": (["model.attention=cudnn"], '"cudnn" needs CUDA'),
-    "a name too long for a directory": (["run.name=" + "x" * 300], "run.name: 300 characters"),
+    "a name too long for a directory": (["run.name=" + "x" * 300], "run.name: has 300 bytes"),
     "more processes than the mesh uses": (["--nproc", "3", "parallel.dp_shard=2"], "ask for 2 ranks"),
     "no number of processes": (["--nproc", "some"], "--nproc: expected a positive number or auto"),
     "evaluation of nothing": (["data.validation=0.0", "eval.interval=5"], "nothing to evaluate"),
