@@ -159,11 +159,12 @@ def test_batches_have_each_source_s_samples_and_its_number(open_mixture):
     assert source.names == ("a", "b")
 
 
-def test_batches_around_the_end_of_what_is_found_at_once_are_those_of_each_position(open_mixture):
-    source = open_mixture({"a": (3, 400), "b": (1, 400)})
+def test_batches_around_the_end_of_what_is_found_at_once_are_those_of_each_position(open_mixture, tmp_path):
+    (tmp_path / "letters.txt").write_text("0123456789abcdefghijklmnopqrstuvwxyz")
+    source = open_mixture({"a": (3, 400), "b": (1, 400)}, keys={"a": {"path": str(tmp_path / "letters.txt")}})
     positions = np.arange(4092, 4100)
 
-    for some in (positions[:5], positions[4:], positions):
+    for some in (positions[:5], positions[4:], positions, positions[::-1]):
         tokens = [source.read_at(one)["tokens"] for one in np.split(some, len(some))]
         np.testing.assert_array_equal(source.read_at(some)["tokens"], np.concatenate(tokens))
 
@@ -220,6 +221,24 @@ def test_each_source_goes_through_its_own_epochs_each_in_another_order(open_mixt
     epochs = [sorted(map(tuple, epoch.tolist())) for epoch in of_a]
     assert epochs[0] == epochs[1] == epochs[2]
     assert not np.array_equal(of_a[0], of_a[1])
+
+
+def test_each_source_has_an_order_of_its_own_that_follows_from_the_seed_and_its_name(open_mixture):
+    def orders(names, seed):
+        which, indices = open_mixture(dict.fromkeys(names, (1, 400)), seed=seed).samples_at(np.arange(90))
+        return {name: indices[which == source][:30].tolist() for source, name in enumerate(names)}
+
+    both = orders("ab", seed=0)
+
+    assert both["a"] != both["b"]
+    assert both["a"] != orders("ab", seed=1)["a"]
+    assert both["a"] == orders("acb", seed=0)["a"]  # beside any others
+
+
+def test_other_weights_are_other_data(open_mixture):
+    assert (
+        open_mixture({"a": (2, 40), "b": (1, 40)}).fingerprint != open_mixture({"a": (1, 40), "b": (1, 40)}).fingerprint
+    )
 
 
 def test_the_samples_are_the_same_on_any_number_of_ranks(open_mixture):
