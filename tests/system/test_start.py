@@ -62,7 +62,9 @@ def test_going_back_is_done_once_however_often_the_command_is_repeated(run, resu
     assert run("--resume", resume) == 0
 
     assert _starts(run) == [0, first, first + 2]
-    assert "was done when this job was last started" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "was done when this job was last started" in printed
+    assert "damaged" not in printed
     assert _steps(run) == [2, 4, 6, 8, 10]
     aside = run.path / "checkpoints.aside"
     assert sorted(path.name for path in aside.iterdir())[-1] == "step_00000010.1"
@@ -97,12 +99,14 @@ def test_power_lost_between_putting_aside_and_the_first_step_does_not_undo_it(ru
     assert _starts(run) == [0, 4]
 
 
-def test_a_path_is_where_a_new_run_begins_and_nothing_more(complete, run):
+def test_a_path_is_where_a_new_run_begins_and_nothing_more(complete, run, capsys):
     other = complete.path("complete") / "checkpoints" / "step_00000006"
     with pytest.MonkeyPatch.context() as monkeypatch:
         _crash_at(9, monkeypatch)
         assert run("run.name=branch", "--resume", str(other)) == 1
-    assert run("run.name=branch", "--resume", str(other)) == 0
+    for place in (other, other.parent.parent):
+        assert run("run.name=branch", "--resume", str(place)) == 0
+        assert "is where this run began; it goes on from step_" in capsys.readouterr().out
 
     run.path = run.path.parent / "branch"
     assert _starts(run) == [6, 8]
