@@ -60,6 +60,8 @@ def test_the_best_by_a_metric_stay(best_is, expected):
 def test_while_none_is_judged_all_may_be_the_best():
     assert _left([10, 20, 30], keep_last=1, keep_best=1) == [10, 20, 30]
     assert _left([10, 20, 30], {20: 1.0}, keep_last=1, keep_best=1) == [20, 30]
+    by_another = [(step, {"eval/accuracy": 1.0}) for step in (10, 20, 30)]
+    assert superfluous(by_another, CheckpointSection(keep_last=1, keep_best=1)) == []
 
 
 def test_among_equals_the_older_one_is_the_best():

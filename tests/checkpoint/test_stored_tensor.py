@@ -208,9 +208,12 @@ def test_values_of_a_machine_with_the_other_byte_order_are_turned_round(stored):
     assert torch.equal(read_record(stored, record, tensor), tensor[1:])
 
 
-def test_a_compressed_record_is_refused(stored):
-    tensor = torch.zeros(5000, 3)
-
+@pytest.mark.parametrize(
+    "tensor",
+    [torch.zeros(5000, 3), torch.randint(256, (5000, 12), dtype=torch.uint8).view(torch.float32)],
+    ids=["to less", "to no less"],
+)
+def test_a_compressed_record_is_refused(stored, tensor):
     with pytest.raises(DamagedError, match=r"__0_0.distcp has a compressed record"):
         read_record(stored, rewritten(tensor, lambda _, old: old, zipfile.ZIP_DEFLATED), tensor)
 

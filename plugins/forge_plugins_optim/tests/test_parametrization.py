@@ -112,6 +112,13 @@ def test_mup_leaves_depth_to_the_model(build):
     assert down.std().item() == pytest.approx(0.02 / 2 / math.sqrt(2 * 8), rel=0.02)
 
 
+def test_multipliers_of_the_model_are_multiplied(build):
+    own = ["model.output_multiplier=3.0", "model.residual_multiplier=3.0", "model.attention_multiplier=3.0"]
+    config = build(*WIDE, parametrization("complete_p"), *own).model.config
+
+    assert (config.output_multiplier, config.residual_multiplier, config.attention_multiplier) == (0.75, 0.75, 1.5)
+
+
 @pytest.mark.parametrize("name", ["mup", "complete_p"])
 def test_at_the_size_of_the_base_nothing_changes(build, name):
     plain, scaled = build(), build(parametrization(name))
@@ -149,11 +156,14 @@ def test_multipliers_of_a_model_do_what_folding_them_into_its_weights_does(build
 def test_every_member_of_grouped_has_the_rule_of_its_own_updates(build):
     muon = '{roles=["matrix"], optimizer={name="muon", lr=0.02}}'
     sgd = '{roles=["embedding"], optimizer={name="sgd", lr=0.1}}'
+    lion = '{roles=["norm"], optimizer={name="lion", lr=1e-4}}'
     adamw = '{optimizer={name="adamw", lr=1e-3}}'
-    built = build(*WIDE, parametrization("mup"), f'optimizer={{name="grouped", groups=[{muon}, {sgd}, {adamw}]}}')
+    groups = f"[{muon}, {sgd}, {lion}, {adamw}]"
+    built = build(*WIDE, parametrization("mup"), f'optimizer={{name="grouped", groups={groups}}}')
 
     assert built.groups["blocks.0.attention.q.weight"]["lr"] == pytest.approx(0.02)  # spectral
     assert built.groups["embed.weight"]["lr"] == pytest.approx(0.1 * 4)
+    assert built.groups["norm.weight"]["lr"] == pytest.approx(1e-4)  # it has no eps to be scaled
     assert built.groups["head.weight"]["lr"] == pytest.approx(1e-3)
 
 
