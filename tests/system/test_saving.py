@@ -4,6 +4,7 @@ import json
 import shutil
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -60,6 +61,23 @@ def test_what_was_passed_over_does_not_count_among_those_to_keep(tiny, harm):
 
     assert store.steps() == [3, 4 if harm == "damaged" else 99]
     assert store.newest(lambda line: None).step == 3
+
+
+def test_a_checkpoint_is_saved_after_so_many_minutes(tiny, monkeypatch):
+    passed = [0]
+    train_step, monotonic = Trainer._train_step, time.monotonic
+
+    def slow(self, microbatches):
+        passed[0] += 25
+        return train_step(self, microbatches)
+
+    monkeypatch.setattr(Trainer, "_train_step", slow)
+    clock = SimpleNamespace(monotonic=lambda: monotonic() + passed[0], sleep=time.sleep)
+    monkeypatch.setattr("forge_core.train.saving.time", clock)
+
+    assert _run(tiny, "train.steps=8", "checkpoint.minutes=1", "checkpoint.interval=0") == 0
+
+    assert _saved(tiny) == [3, 6, 8]
 
 
 class SlowStager:
