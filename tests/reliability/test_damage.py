@@ -257,15 +257,23 @@ def _huge(shape, chunk):
     return harm
 
 
-def _the_same_bytes_for_many(path, marker, outside):
-    def change(metadata):
-        key = "model.w"
-        for i in range(1000):
-            metadata.state_dict_metadata[f"more{i}"] = metadata.state_dict_metadata[key]
-            origin = torch.Size([0, 0])
-            metadata.storage_data[MetadataIndex(f"more{i}", origin)] = metadata.storage_data[MetadataIndex(key, origin)]
+def _the_same_bytes_for_many(*, less):
+    """``less`` is the length of a record of nothing that is described."""
 
-    rewrite_metadata(path, change)
+    def harm(path, marker, outside):
+        def change(metadata):
+            key, origin = "model.w", torch.Size([0, 0])
+            described, places = metadata.state_dict_metadata, metadata.storage_data
+            place = places[MetadataIndex(key, origin)]
+            nothing = _place(metadata, place.relative_path, 0, less)
+            metadata.storage_data = {MetadataIndex("nothing", origin): nothing, **places}
+            for i in range(1000):
+                described[f"more{i}"] = described[key]
+                metadata.storage_data[MetadataIndex(f"more{i}", origin)] = place
+
+        rewrite_metadata(path, change)
+
+    return harm
 
 
 def _odd_places(offset, length):
@@ -365,9 +373,10 @@ HOSTILE = {
     "a state that nests without end": _state("[" * 200_000),
     "a state that is a list": _state("[]"),
     "a huge tensor": _huge((1 << 40,), (1 << 40,)),
-    "a huge tensor in a small chunk": _huge((1 << 40,), (7,)),
+    "a huge tensor in a small chunk": _huge((1 << 40, 1), (7, 1)),
     "a tensor of a negative size": _huge((-1, -7), (7,)),
-    "many tensors in one place": _the_same_bytes_for_many,
+    "many tensors in one place": _the_same_bytes_for_many(less=0),
+    "many tensors in one place, and less than nothing": _the_same_bytes_for_many(less=-(1 << 40)),
     "a place before the file": _odd_places(-8, 8),
     "a place behind the file": _odd_places(1 << 50, 8),
     "a place in words": _odd_places("here", 8),
