@@ -1,4 +1,4 @@
-"""What is evaluated has the ids of what is trained on."""
+"""How data are opened, and that what is evaluated has the ids of what is trained on."""
 
 from types import SimpleNamespace
 
@@ -7,7 +7,7 @@ import pytest
 
 from forge_core.errors import ConfigError
 from forge_core.train import sources
-from forge_core.train.sources import EvaluatedData, TrainedOn
+from forge_core.train.sources import EvaluatedData, TrainedOn, open_source
 
 
 class Held:
@@ -48,3 +48,40 @@ def test_data_of_other_ids_than_those_of_training_are_refused(monkeypatch, vocab
         return
     with pytest.raises(ConfigError, match=f"^{sentence}"):
         open_data("own", "eval.data")
+
+
+class Watched(Held):
+    checked = 0
+
+    def refuse_damaged(self):
+        self.checked += 1
+
+    def watch(self, report):
+        """Nothing turns out to be damaged."""
+
+
+@pytest.mark.parametrize("data_seed", [None, 7])
+def test_each_part_of_the_data_is_asked_for_by_its_name(monkeypatch, data_seed):
+    """Files that are held out are those of training, and are verified with them; phases are of training alone."""
+    for name in ("run_slowly_on_all_ranks", "run_slowly_on_rank0"):
+        monkeypatch.setattr(sources, name, lambda work, beat: work())
+    monkeypatch.setattr(sources, "data_phase", lambda use, phase: phase.data)
+    phases = [SimpleNamespace(data="more", first_step=lambda train: 11), SimpleNamespace(data=None)]
+    train = SimpleNamespace(seed=3, data_seed=data_seed, seq_len=4, global_batch_size=8)
+    job = SimpleNamespace(data=SimpleNamespace(config=None), train=train, phases=phases)
+    opened = []
+
+    def build(use, **given):
+        opened.append((Watched(50, "a"), given))
+        return opened[-1][0]
+
+    open_source(job, job.data, "data", "train", build, None)
+    evaluated = EvaluatedData(job, TrainedOn(50, None), build, None)
+    evaluated(None, "eval.data")
+    evaluated(SimpleNamespace(config=None), "eval.data")
+
+    given = [given for _, given in opened]
+    assert [one["split"] for one in given] == ["train", "validation", "all"]
+    assert [one["phases"] for one in given] == [[(80, "more")], (), ()]
+    assert [one.checked for one, _ in opened] == [1, 0, 1]
+    assert {(one["seed"], one["seq_len"], one["samples_per_step"]) for one in given} == {(data_seed or 3, 4, 8)}
