@@ -110,6 +110,7 @@ def test_a_rollback_that_gets_a_checkpoint_further_does_not_count(sick):
     sick.describe(MARKED, marked="18, 24")
 
     assert sick.run() == 0
+    assert sick.steps_saved == [2, 4, 6, 8, 10, 12]
     state = sick.saved(12).state()
     assert (state["rolling_back"], state["left_out"]) == ({"attempts": 1, "to_step": 4}, [[16, 24]])
 
@@ -138,11 +139,11 @@ def test_to_give_up_at_the_first_step_can_be_asked_for(sick):
 
 
 def test_a_save_that_is_due_in_a_row_is_made_after_the_next_good_step(sick):
-    sick.describe('what = "loss"\nsteps = [4]')
+    sick.describe('what = "loss"\nsteps = [4, 12]')
 
     assert sick.run() == 0
 
-    assert sick.steps_saved == [2, 5, 6, 8, 10, 12]
+    assert sick.steps_saved == [2, 5, 6, 8, 10, 12], "after the last one there is no good step"
 
 
 def test_parameters_that_are_not_finite_are_never_saved(sick, capfd):
