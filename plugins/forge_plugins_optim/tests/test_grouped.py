@@ -9,6 +9,7 @@ from torch import nn
 from forge_core.contracts.optimizer import NamedParameter
 from forge_core.errors import ConfigError, ForgeError
 from forge_core.train.parameter_groups import split_groups
+from forge_plugins_optim.grouped import Grouped
 from forge_testing.component_case import builder
 
 ROLES = {
@@ -82,6 +83,35 @@ def test_each_optimizer_scales_its_gradients_if_all_can() -> None:
 
     for one, same in zip(scaled, by_hand, strict=True):
         torch.testing.assert_close(one.parameter, same.parameter, rtol=1e-6, atol=1e-7)
+    assert not make(BY_ROLE, drawn()).scales_gradients, "muon does not"
+
+
+def test_a_step_that_is_left_out_changes_nothing_if_all_can_leave_it_out() -> None:
+    parameters = drawn()
+    optimizer = make(BY_ROLE, parameters)
+    assert optimizer.leaves_out
+    before = [one.parameter.detach().clone() for one in parameters]
+
+    optimizer.left_out = torch.ones(())
+    step(optimizer, parameters)
+
+    assert all(one.parameter.equal(old) for one, old in zip(parameters, before, strict=True))
+
+    def build(use, *, parameters):  # torch's SGD makes its momentum all the same
+        make = torch.optim.SGD if use.name == "muon" else torch.optim.AdamW
+        return make([one.parameter for one in parameters], lr=0.1, fused=True)
+
+    config = builder().resolve("optimizer", {"name": "grouped", "groups": BY_ROLE}).config
+    assert not Grouped(config, parameters=drawn(), build=build).leaves_out
+
+
+def test_what_is_evaluated_is_that_of_all_that_have_averages() -> None:
+    groups = [{**group, "optimizer": {"name": "schedule_free_adamw", "lr": 0.01}} for group in BY_ROLE]
+
+    assert make(groups, drawn()).evaluation_weights().keys() == ROLES.keys()
+    assert make([groups[0], BY_ROLE[1]], drawn()).evaluation_weights().keys() == {
+        name for name, role in ROLES.items() if role == "matrix"
+    }
 
 
 def test_a_learning_rate_set_on_a_group_of_the_whole_reaches_its_optimizer() -> None:

@@ -74,8 +74,9 @@ def test_the_first_match_wins(parameters) -> None:
     assert found["head.weight"] == (1.0, 0.1)
 
 
-def test_a_group_may_have_the_learning_rate_zero(parameters) -> None:
+def test_a_group_may_have_the_learning_rate_or_the_decay_zero(parameters) -> None:
     assert settings(parameters, (ParameterGroup(pattern="head.*", lr=0.0),))["head.weight"] == (0.0, 0.1)
+    assert settings(parameters, (ParameterGroup(pattern="head.*", weight_decay=0.0),))["head.weight"] == (1.0, 0.0)
 
 
 def test_a_pattern_without_a_match_names_the_nearest(parameters) -> None:
@@ -84,6 +85,15 @@ def test_a_pattern_without_a_match_names_the_nearest(parameters) -> None:
 
     assert "'blocks.*.atention.q.weight' matches no parameter" in str(error.value)
     assert "blocks.0.attention.q.weight" in str(error.value)
+
+
+def test_a_pattern_may_be_for_another_pipeline_stage(parameters) -> None:
+    there = frozenset({"blocks.7.attention.q.weight"})
+    parameters = [NamedParameter(one.name, one.parameter, one.role, there) for one in parameters]
+
+    assert settings(parameters, (ParameterGroup(pattern="blocks.7.*", lr=5.0),))["head.weight"] == (1.0, 0.1)
+    with pytest.raises(ConfigError, match=r"'blocks\.8\.\*' matches no parameter"):
+        settings(parameters, (ParameterGroup(pattern="blocks.8.*", lr=5.0),))
 
 
 def test_a_pattern_that_comes_too_late_is_an_error(parameters) -> None:
