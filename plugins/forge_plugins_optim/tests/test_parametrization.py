@@ -201,7 +201,9 @@ def test_a_rate_goes_by_how_large_updates_are(update_size, hidden, outer):
 def test_gradient_descent_makes_up_for_the_depth_by_which_branches_are_divided():
     one = CompleteP(CompletePConfig(base={"dim": 64, "n_layers": 2}))
 
-    assert one.rates(sized(), "gradient").lr == pytest.approx(4)
+    factors = one.rates(sized(), "gradient")
+    assert factors.lr == pytest.approx(4)
+    assert factors.lr * factors.weight_decay == pytest.approx(1)
     assert one.rates(sized(name="head.weight", role="head"), "gradient").lr == pytest.approx(4)  # by its width
 
 

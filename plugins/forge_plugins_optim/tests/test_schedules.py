@@ -69,7 +69,7 @@ def after_warm_up(n=STEPS - WARM_UP) -> np.ndarray:
 @each
 @pytest.mark.parametrize(
     "keys",
-    [{"warmup_steps": 4}, {"warmup_tokens": 3001.0}, {"warmup_fraction": 0.04}],
+    [{"warmup_steps": 4}, {"warmup_tokens": 3001.0}, {"warmup_fraction": 0.036}],
     ids=lambda keys: next(iter(keys)),
 )
 def test_warm_up_is_linear_and_never_zero(factory, keys) -> None:

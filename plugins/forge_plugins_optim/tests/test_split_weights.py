@@ -7,7 +7,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from forge_core.contracts.optimizer import NamedParameter
+from forge_core.contracts.optimizer import HasEvaluationWeights, NamedParameter
 from forge_plugins_optim import foreach, stochastic_rounding
 from forge_plugins_optim.adafactor import Adafactor
 from forge_plugins_optim.adamw import adamw
@@ -153,6 +153,8 @@ def test_it_is_trained_as_a_parameter_in_fp32_bit_for_bit(kind, left_out):
         assert torch.equal(exact(optimizer, parameter), in_fp32[name]), name
         assert torch.equal(parameter, split(in_fp32[name].detach())[0])
         assert not torch.equal(parameter.float(), in_fp32[name])
+        if isinstance(optimizer, HasEvaluationWeights):
+            assert torch.equal(optimizer.evaluation_weights()[name], judge.evaluation_weights()[name])
 
 
 EACH = [*((kind, "split") for kind in OPTIMIZERS), *((kind, "stochastic") for kind in ROUNDED)]
