@@ -188,12 +188,14 @@ class TestCounts:
 
         check(router, "load_balance", expected, weight, router(tokens()).auxiliary["load_balance"])
 
-    def test_of_the_scores_ignore_groups(self):
+    @pytest.mark.parametrize("function", ["sigmoid", "softmax"])
+    def test_of_the_scores_ignore_groups(self, function):
+        make = sigmoid_router if function == "sigmoid" else softmax_router  # which has no bias
         groups = {"n_groups": 4, "groups_per_token": 2}
-        router = sigmoid_router(balance_scope="microbatch", **groups)
-        limited = sigmoid_router(balance_scope="microbatch", balance_counts="routed", **groups)
+        router = make(balance_scope="microbatch", **groups)
+        limited = make(balance_scope="microbatch", balance_counts="routed", **groups)
         logits, weight = wide_logits(router, tokens())
-        probability = TestLoadBalance().probability(logits, "sigmoid")
+        probability = TestLoadBalance().probability(logits, function)
         expected = 0.3 * 40 * balance_loss(probability, top(logits), list(range(40)))
 
         value = router(tokens()).auxiliary["load_balance"]
