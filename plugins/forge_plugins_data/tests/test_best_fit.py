@@ -175,9 +175,17 @@ def test_about_the_share_of_documents_is_held_out_also_of_files_of_one(tmp_path,
     firsts = {
         split: set(source.read(np.arange(len(source)))["tokens"][:, 0].tolist()) for split, source in opened.items()
     }
-    assert len(firsts["validation"]) == 3
-    assert len(firsts["train"]) == 97
-    assert not firsts["train"] & firsts["validation"]
+    assert firsts["validation"] == {26, 60, 93}, "at equal distances"
+    assert firsts["train"] == {*range(10, 110)} - firsts["validation"]
+
+
+@pytest.mark.parametrize("validation", [1e-6, 1 - 1e-6])
+def test_one_of_two_documents_is_held_out_and_one_is_not(tmp_path, build, validation):
+    np.save(tmp_path / "two.npy", np.array([*[1] * 7, END, *[2] * 7, END], dtype=np.uint16))
+
+    opened = open_files(build, tmp_path, validation=validation, end_of_document=END)
+
+    assert {split: len(source) for split, source in opened.items()} == {"train": 1, "validation": 1}
 
 
 @pytest.mark.parametrize(("seed", "workers"), [(0, 2), (1, 0)])

@@ -141,11 +141,16 @@ def test_adding_files_moves_no_other_file_between_the_parts():
     assert before == after & set(files[:200])
 
 
-@pytest.mark.parametrize("fraction", [0.01, 0.99])
-def test_two_files_are_divided_whatever_the_fraction(fraction):
-    files = [SelectedFile(name, Path(name)) for name in ("a.txt", "b.txt")]
+@pytest.mark.parametrize("fraction", [1e-9, 1 - 1e-9])
+def test_two_files_are_divided_whatever_the_fraction_and_wherever_they_are(fraction):
+    parts = []
+    for folder in "abcdefgh":
+        files = [SelectedFile(name, Path(folder, name)) for name in ("a.txt", "b.txt")]
+        train, held_out = (split_files(files, fraction, split) for split in ("train", "validation"))
+        parts.append([[file.relative for file in part] for part in (train, held_out)])
 
-    assert len(split_files(files, fraction, "train")) == len(split_files(files, fraction, "validation")) == 1
+    assert [len(part) for part in parts[0]] == [1, 1]
+    assert parts == parts[:1] * 8
 
 
 def test_training_and_validation_have_different_text(tmp_path, open_text):

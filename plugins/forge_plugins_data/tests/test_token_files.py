@@ -1,5 +1,6 @@
 """The source ``token_files``, and the format of its files."""
 
+import hashlib
 import json
 
 import numpy as np
@@ -23,13 +24,15 @@ def open_tokens(build):
     return open_tokens
 
 
-def write_folder(folder, *shards, dtype="uint16", vocab_size=1000, **header):
-    """A prepared folder of these arrays, each file with a JSON of its own as well."""
+def write_folder(folder, *shards, dtype="uint16", vocab_size=1000, sums=False, **header):
+    """A prepared folder of these arrays, each file with a JSON of its own as well, which may have its checksum."""
     folder.mkdir(exist_ok=True)
     listed = []
     for i, tokens in enumerate(shards):
-        np.asarray(tokens, dtype=dtype).tofile(folder / f"{i}.bin")
-        listed.append(Shard(file=f"{i}.bin", tokens=len(tokens), max_id=int(np.max(tokens, initial=0))))
+        content = np.asarray(tokens, dtype=dtype).tobytes()
+        (folder / f"{i}.bin").write_bytes(content)
+        largest, sha256 = int(np.max(tokens, initial=0)), hashlib.sha256(content).hexdigest() if sums else None
+        listed.append(Shard(file=f"{i}.bin", tokens=len(tokens), max_id=largest, sha256=sha256))
     write_header(folder / INDEX, TokenHeader(dtype=dtype, vocab_size=vocab_size, shards=tuple(listed), **header))
     for shard in listed:
         described = TokenHeader(dtype=dtype, vocab_size=vocab_size, shards=(shard,), **header)
@@ -164,6 +167,21 @@ def test_the_tokenizer_comes_from_the_key_or_with_the_data(tmp_path, open_tokens
         open_tokens(foreign)
 
 
+def test_all_ids_of_a_long_file_are_looked_at(tmp_path, open_tokens, monkeypatch):
+    monkeypatch.setattr("forge_plugins_data.token_files._SCAN", 16)
+    for id_ in (49, -1):
+        np.save(tmp_path / "long.npy", np.array([id_, *range(48)]))
+        with pytest.raises(ConfigError, match=rf"long\.npy has the id {id_}"):
+            open_tokens(tmp_path / "long.npy", vocab_size=49)
+
+
+def test_a_tokenizer_of_one_id_more_is_refused(tmp_path, open_tokens, use_tokenizer):
+    folder = write_folder(tmp_path / "data", np.arange(33), vocab_size=256)
+
+    with pytest.raises(ConfigError, match="vocab_size = 256 is less than the 257 of the tokenizer"):
+        open_tokens(folder, tokenizer=use_tokenizer("bytes"))
+
+
 def test_the_fingerprint_is_that_of_the_samples_wherever_the_folder_is(tmp_path, open_tokens):
     tokens = np.arange(100)
     first = open_tokens(write_folder(tmp_path / "a", tokens, end_of_document=0))
@@ -176,8 +194,10 @@ def test_the_fingerprint_is_that_of_the_samples_wherever_the_folder_is(tmp_path,
         open_tokens(tmp_path / "a", validation=0.1),
         open_tokens(tmp_path / "a", "validation", validation=0.1),
         open_tokens(tmp_path / "a", document_mask=True),
+        open_tokens(write_folder(tmp_path / "d", tokens, end_of_document=0, sums=True)),
+        open_tokens(write_folder(tmp_path / "e", tokens[::-1], end_of_document=0, sums=True)),
     ]
-    assert len({first.fingerprint, *(source.fingerprint for source in different)}) == 6
+    assert len({first.fingerprint, *(source.fingerprint for source in different)}) == 8
 
 
 def test_damaged_files_are_refused_with_a_sentence(tmp_path, open_tokens):
