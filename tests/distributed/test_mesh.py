@@ -2,13 +2,16 @@
 
 from collections import defaultdict
 from itertools import product
+from types import SimpleNamespace
 
 import attrs
 import pytest
 import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from forge_core.config.sections import AXES
-from forge_core.distributed.mesh import Mesh, emulates_bf16
+from forge_core.config.sections import AXES, ParallelSection
+from forge_core.distributed.mesh import Mesh, build_mesh, emulates_bf16
 
 
 @attrs.frozen
@@ -33,6 +36,18 @@ def test_ranks_draw_the_same_random_numbers_if_and_only_if_they_differ_along_tp_
     for together in drawing.values():
         assert [coordinate[-1] for coordinate in together] == [0, 1]
         assert len({coordinate[:-1] for coordinate in together}) == 1
+
+
+def test_ranks_that_exchange_rows_of_experts_are_neighbours():
+    dist.init_process_group("fake", store=FakeStore(), rank=5, world_size=8)
+    try:
+        job = SimpleNamespace(parallel=ParallelSection(dp_shard=8, ep=2))
+        experts = build_mesh(job, torch.device("cpu")).experts
+
+        assert experts["ep"].mesh.tolist() == [4, 5]
+        assert experts["expert_dp"].mesh.tolist() == [1, 3, 5, 7]
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(("kernels", "emulated"), [(True, False), (False, True), (None, True)])

@@ -180,6 +180,16 @@ def test_a_value_without_a_gradient_is_not_reported_by_itself(weights):
     assert LEDGER.means() == {}
 
 
+def test_sums_are_in_one_order_on_ranks_that_have_made_them_in_another():
+    values = {("balance", "read"): 1.0, ("z", "head"): 2.0, ("z", "stream"): 3.0}
+    for order in (values, reversed(values)):
+        LEDGER.start_step(torch.ones(()))
+        for name, place in order:
+            LEDGER.add(name, place, torch.tensor(values[name, place]))
+
+        assert [one.item() for one in LEDGER.sums()] == [1.0, 2.0, 3.0]
+
+
 def test_a_loss_that_comes_from_several_places_is_reported_as_their_sum(weights):
     """One name may be an expert layer's and a head's."""
     LEDGER.start_step(torch.tensor(1 / 5), token_scale=torch.tensor(1 / 6))

@@ -1,6 +1,8 @@
+from types import SimpleNamespace
+
 import torch
 
-from forge_core.ops.sequence_sum import number_sequences, sum_by_sequence
+from forge_core.ops.sequence_sum import number_sequences, share_out_positions, sum_by_sequence
 
 
 def test_each_token_gets_the_sum_of_its_sequence():
@@ -18,6 +20,16 @@ def test_rows_are_sequences_and_documents_are_apart_in_them():
 
     assert number_sequences(None, like).tolist() == [[0] * 4, [4] * 4]
     assert number_sequences(document, like).tolist() == [[0, 0, 1, 1], [4, 5, 6, 6]]
+
+
+def test_documents_of_two_rows_are_apart_where_ranks_share_them():
+    share_out_positions(SimpleNamespace(size=lambda: 2))
+    try:
+        numbers = number_sequences(torch.tensor([[0, 0, 6, 7], [0, 1, 1, 7]]), torch.zeros(2, 4, 8))
+    finally:
+        share_out_positions(None)
+
+    assert numbers.tolist() == [[0, 0, 6, 7], [8, 9, 9, 15]]
 
 
 def test_the_gradient_does_not_pass():
