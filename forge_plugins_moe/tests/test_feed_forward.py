@@ -369,6 +369,15 @@ def test_an_expert_takes_as_many_assignments_as_it_has_room_for_whichever_choice
     assert math.isclose(metrics["load_violation"].item(), chosen.max().item() / 20 - 1, rel_tol=1e-6)
 
 
+def test_room_is_rounded_up():
+    ten = Assignments(torch.arange(10), torch.zeros(10, dtype=torch.int64), torch.ones(10))
+
+    kept, dropped = drop_beyond_capacity(ten, 10, moe(capacity_factor=1.0).config)
+
+    assert dropped.tolist() == [7, 0, 0, 0]  # 2.5 tokens of each of four experts
+    assert kept.expert.tolist() == [0] * 3 + [4] * 7
+
+
 @pytest.mark.parametrize("factor", [0.5, 1.3333333333333333])
 def test_padding_makes_no_room(factor):
     """Promise 3: what a token gets does not depend on padding beside it."""

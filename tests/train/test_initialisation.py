@@ -1,10 +1,14 @@
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from forge_core.contracts.model import canonical_name
 from forge_core.errors import PluginError
-from forge_core.train.initialisation import initialise
+from forge_core.train.initialisation import SeededInitializer, initialise
 
 
 class Small(nn.Module):
@@ -33,6 +37,25 @@ def test_values_depend_on_seed_and_name_and_not_on_order():
         assert torch.equal(tensor, again), name
         assert not torch.equal(tensor, different), name
     assert not torch.equal(one.a.weight.flatten()[:5], one.b.weight.flatten()[:5])
+
+
+def test_each_layer_of_a_stack_has_values_of_its_own_and_a_rank_those_of_its_part():
+    def fill(like):
+        SeededInitializer(1).fill_each("up", like, lambda full, generator: full.normal_(generator=generator))
+        return like
+
+    whole = fill(torch.empty(6, 4, 5))
+    dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=4)
+    try:
+        mesh, cuts = init_device_mesh("cpu", (2, 2)), [Shard(0), Shard(2)]
+        part = DTensor.from_local(
+            torch.empty(3, 4, 2), mesh, cuts, run_check=False, shape=whole.shape, stride=whole.stride()
+        )
+
+        assert torch.equal(fill(part).to_local(), whole[3:, :, 3:])
+    finally:
+        dist.destroy_process_group()
+    assert len({layer[0, 0].item() for layer in whole}) == 6
 
 
 def test_a_forgotten_tensor_is_refused_by_name():

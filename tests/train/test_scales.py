@@ -62,6 +62,17 @@ def test_over_ranks_sums_below_one_are_kept():
     assert (scales.targets.item(), scales.n_targets.item()) == (4, 0.25)
 
 
+def test_a_rank_that_is_alone_in_its_replica_counts_with_the_others():
+    two = SimpleNamespace(share=SimpleNamespace(count=2), sum=lambda each: each * 2)
+
+    assert (
+        step_scales(
+            [batch([1, 2])], nn.Module(), SimpleNamespace(dp_size=1, sum_over=lambda each, axes: each), CPU, two
+        ).n_targets
+        == 4
+    )
+
+
 def test_the_model_counts_for_losses_of_its_own():
     model = nn.Module()
     model.count_targets = lambda one: {"ahead": 2}

@@ -137,13 +137,13 @@ def test_what_a_frozen_module_saves_stays_and_what_it_reports_goes_on(left_out):
     contributors = StepModules([nn.ModuleDict({"0": module})], OneRank())
     found = []
 
-    for gradient in (torch.zeros(2), None, None, torch.zeros(2)):
+    for count, gradient in enumerate((torch.zeros(2), None, None, torch.zeros(2)), 1):
         module.weight.grad = gradient
-        module.count += 1
+        module.count += count
         contributors.before_optimizer_step(1.0, left_out)
         found.append((module.bias[0].item(), module.last[0].item()))
 
-    assert found == [(1, 1), (1, 1), (1, 1), (2, 1)]
+    assert found == [(1, 1), (1, 2), (1, 3), (5, 4)]
 
 
 def test_a_frozen_part_of_a_trained_module_stays_and_the_other_way_round():
