@@ -369,6 +369,21 @@ def test_an_expert_takes_as_many_assignments_as_it_has_room_for_whichever_choice
     assert math.isclose(metrics["load_violation"].item(), chosen.max().item() / 20 - 1, rel_tol=1e-6)
 
 
+def test_rows_of_no_expert_may_become_anything(monkeypatch):
+    compute = Experts.compute
+
+    def careless(self, rows, counts):
+        some = torch.arange(len(rows)) < counts.sum()
+        return torch.where(some[:, None], compute(self, rows, counts), torch.nan)
+
+    monkeypatch.setattr(Experts, "compute", careless)
+    padded = moe()(hidden(), torch.arange(20).expand(2, 20) < 14)
+    predicted = moe(router={"name": "expert_choice", "experts_per_token": 1, "predictor": True}).generate(hidden())
+
+    assert padded.isfinite().all()
+    assert predicted.isfinite().all()
+
+
 def test_room_is_rounded_up():
     ten = Assignments(torch.arange(10), torch.zeros(10, dtype=torch.int64), torch.ones(10))
 
@@ -397,6 +412,7 @@ def test_text_that_is_generated_does_not_depend_on_what_is_generated_beside_it()
 
     torch.testing.assert_close(together, alone)
     assert not torch.allclose(layer(states), together), "in training there is less room"
+    torch.testing.assert_close(layer.eval()(states), together)
 
 
 def test_an_idle_expert_is_not_blown_up_and_a_step_without_tokens_changes_nothing():
@@ -406,6 +422,7 @@ def test_an_idle_expert_is_not_blown_up_and_a_step_without_tokens_changes_nothin
         layer.before_optimizer_step({"load": load, "dropped": torch.zeros(4)}, 0.5)
 
         assert layer.experts.gradient_scale.tolist() == [10, 1, 1, 0.5]
+    assert layer.step_metrics()["experts_idle"].isnan()
 
 
 def test_gradients_are_scaled_by_what_is_left_to_an_expert():
@@ -427,6 +444,7 @@ def test_weights_that_are_left_can_be_scaled_to_their_sum():
     visited = torch.zeros(40).index_add(0, assignments.token, (assignments.expert < 4).float()) > 0
     assert (~visited).any()
     assert torch.allclose(sums[visited], torch.ones(()))
+    assert not sums[~visited].any()
 
 
 @pytest.mark.parametrize(
