@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from forge_core.config.builder import ComponentBuilder
 from forge_core.contracts.router import Routing
@@ -423,6 +424,34 @@ def test_an_idle_expert_is_not_blown_up_and_a_step_without_tokens_changes_nothin
 
         assert layer.experts.gradient_scale.tolist() == [10, 1, 1, 0.5]
     assert layer.step_metrics()["experts_idle"].isnan()
+
+
+def test_a_rank_scales_the_gradients_of_its_own_experts():
+    experts = moe(scale_gradients=True).experts
+    experts.first_expert = 2
+    for name in ("gate", "up", "down"):
+        setattr(experts, name, nn.Parameter(getattr(experts, name)[2:].detach().clone()))
+
+    def gradient(scales):
+        experts.gradient_scale.copy_(torch.tensor(scales))
+        output = experts.compute(hidden()[0], torch.tensor([12, 8]))
+        return torch.autograd.grad(output.square().sum(), experts.up)[0]
+
+    scaled, plain = gradient([5.0, 6.0, 2.0, 3.0]), gradient([1.0] * 4)
+    torch.testing.assert_close(scaled, plain * torch.tensor([2.0, 3.0])[:, None, None])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_biases_are_added_in_every_precision(dtype):
+    layer = moe(bias=True).to(dtype)
+    with torch.no_grad():
+        without = layer(hidden(dtype=dtype))
+        layer.experts.down_bias.fill_(8.0)
+        weight = layer.router(hidden(dtype=dtype).flatten(0, 1)).weight.view(2, 20, -1).sum(2, keepdim=True)
+
+        torch.testing.assert_close(
+            layer(hidden(dtype=dtype)).float(), without.float() + 8 * weight, rtol=1e-2, atol=0.1
+        )
 
 
 def test_gradients_are_scaled_by_what_is_left_to_an_expert():
