@@ -125,6 +125,21 @@ def test_a_scalar_has_its_moments_in_fp32(min_elements) -> None:
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize(("saved", "now"), [(0, 10**6), (10**6, 0)])
+def test_moments_of_a_run_that_is_resumed_stay_what_they_are(saved, now) -> None:
+    parameter = nn.Parameter(drawn(4, 300))
+    before, after = (eight_bit([parameter], min_elements=least) for least in (saved, now))
+    parameter.grad = drawn(4, 300, seed=1)
+    before.step()
+    kinds = {slot: value.dtype for slot, value in before.state[parameter].items()}
+
+    after.state[parameter] = before.state[parameter]
+    after.step()
+
+    assert {slot: value.dtype for slot, value in after.state[parameter].items()} == kinds
+    assert after.state[parameter]["step"] == 2
+
+
 @torch.no_grad()
 def test_after_fifty_steps_it_is_near_adamw_in_fp32() -> None:
     ours, _ = trained(eight_bit)
