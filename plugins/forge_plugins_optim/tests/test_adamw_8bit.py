@@ -56,6 +56,14 @@ def test_the_error_is_as_stated_and_no_less(signed, worst) -> None:
     assert 0.97 * worst <= largest <= worst
 
 
+def test_elements_of_a_part_have_the_scales_of_their_blocks() -> None:
+    scales = torch.tensor([[1.0, 2.0, 3.0]])
+
+    of_part, of_whole = Blocks(600, 300, 250).of_each(scales), Blocks(600, 0, 600).of_each(scales)
+
+    assert torch.equal(of_part, of_whole[:, 300:550])
+
+
 def test_second_moments_are_never_rounded_to_zero_and_zero_stays_zero() -> None:
     blocks = Blocks(4, 0, 4)
     values = torch.tensor([[1.0, 1e-30, 1e-8, 0.0]])
