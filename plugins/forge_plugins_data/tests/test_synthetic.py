@@ -64,3 +64,11 @@ def test_evaluation_has_other_walks_of_the_same_chain():
 def test_an_evaluation_without_samples_is_refused():
     with pytest.raises(ConfigError, match=r"validation = 0 holds nothing out; set it to a number of samples"):
         opened("validation")
+
+
+def test_the_fingerprint_is_another_for_each_key_by_which_samples_are_others():
+    given = {"chain": 0, "order": 1, "branching": 4, "vocab_size": 12, "seq_len": 64, "split": "train", "validation": 9}
+    others = {"chain": 1, "order": 2, "branching": 2, "vocab_size": 13, "seq_len": 32, "split": "validation"}
+    every = [given, *({**given, key: value} for key, value in others.items())]
+
+    assert len({opened(**keys).fingerprint for keys in every}) == 7
