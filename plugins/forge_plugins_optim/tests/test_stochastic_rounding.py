@@ -130,3 +130,7 @@ class OnTwoRanks:
 
 def test_parts_on_two_ranks_are_rounded_as_the_whole() -> None:
     assert on_ranks(OnTwoRanks, "cut", 2) == [[True, True]] * 2
+
+
+def test_each_parameter_has_chance_of_its_own() -> None:
+    assert len({seed_of(f"blocks.{layer}.weight") for layer in range(1000)}) == 1000
