@@ -17,6 +17,7 @@ from forge_plugins_plan import chunks, microbatches, repeated, simulation
 from forge_plugins_plan.alike import alike
 from forge_plugins_plan.simulation import simulate
 from forge_plugins_plan.timeline import Change, Repeat, Tally
+from forge_plugins_plan.work import Work
 
 JOB = """
 [model]
@@ -49,6 +50,14 @@ SPARSE = (
 MUON = (
     'optimizer={name="grouped", groups=[{roles=["matrix"], optimizer={name="muon", lr=1e-3}}, '
     '{optimizer={name="adamw", lr=1e-3}}]}'
+)
+ENCODER = (
+    "model.name=vision_language",
+    "model.connector.name=mlp",
+    *("model.dim=32", "model.n_layers=10", "model.n_heads=4"),
+    "model.encoder.name=siglip",
+    *(f"model.encoder.architecture.{key}" for key in ("hidden_size=16", "intermediate_size=32", "image_size=28")),
+    *(f"model.encoder.architecture.{key}" for key in ("num_hidden_layers=8", "num_attention_heads=2", "patch_size=14")),
 )
 TWICE = "train.grad_accumulation=2"
 
@@ -101,6 +110,7 @@ def left_out(monkeypatch):
                 (4, [SELECTIVE, "parallel.passes.fsdp.reshard_after_forward=never"]),
                 (4, [TWICE, "parallel.passes.fsdp.keep_gathered=true", "loss.name=chunked_cross_entropy"]),
                 (4, ["parallel.cp=2", FULL]),
+                (4, ENCODER),
                 (1, ["model.n_layers=20", FULL, "parallel.passes.activation_checkpointing.every=2"]),
                 (4, [TWICE, FULL, *SPARSE]),
                 (4, ["train.grad_accumulation=3", "parallel.dp_replicate=2", "parallel.ep=2", FULL, *SPARSE]),
@@ -112,16 +122,23 @@ def left_out(monkeypatch):
         ),
     ],
 )
-def test_a_shortened_model_takes_the_memory_of_the_whole_one(catalog, job_of, left_out, world_size, settings):
+def test_a_shortened_model_does_what_the_whole_one_does(catalog, job_of, left_out, world_size, settings):
     job = job_of(world_size, *settings)
     for stage in range(job.parallel.pp):
-        short = simulate(job, catalog, 300, world_size, stage)
+        short = simulate(job, catalog, 300, world_size, stage, timed=True)
         assert short.reason == ""
         assert left_out.pop() > 0
-        whole = simulate(job, catalog, 300, world_size, stage, shorten=False)
+        whole = simulate(job, catalog, 300, world_size, stage, shorten=False, timed=True)
 
         assert short.memory == whole.memory
         assert short.parameter_bytes == whole.parameter_bytes
+        assert played(short.run) == list(whole.run)
+
+
+def played(timeline):
+    """Without ``Repeat``."""
+    each = [[*one.changes] * one.times if isinstance(one, Repeat) else [one] for one in timeline]
+    return [one for some in each for one in some]
 
 
 @pytest.fixture
@@ -226,20 +243,49 @@ def test_outputs_without_memory_are_dropped_as_real_ones_once_they_have_been_sen
 
 @pytest.fixture(scope="module")
 def recomputed(catalog, job_of):
-    """A job, the optimizer's step of one that recomputes nothing, and its own memory when all of it is simulated."""
+    """A job, the simulation of one that recomputes nothing, and its own memory when all of it is simulated."""
     plain, recomputed = (job_of(4, TWICE, *more) for more in ([], [FULL]))
-    optimizer = simulate(plain, catalog, 300, 4, 0).optimizer
-    return recomputed, optimizer, simulate(recomputed, catalog, 300, 4, 0, shorten=False).memory
+    return (
+        recomputed,
+        simulate(plain, catalog, 300, 4, 0),
+        simulate(recomputed, catalog, 300, 4, 0, shorten=False).memory,
+    )
 
 
-@pytest.mark.parametrize(("seen", "expected"), [(False, 3), (True, 4)])
-def test_the_optimizers_step_serves_other_ways_to_recompute(catalog, recomputed, left_out, seen, expected):
-    job, optimizer, whole = recomputed
+@pytest.mark.parametrize(("is_seen", "expected"), [(False, 4), (True, 5)])
+def test_the_optimizers_step_serves_other_ways_to_recompute(catalog, recomputed, left_out, is_seen, expected):
+    job, plain, whole = recomputed
 
-    short = simulate(job, catalog, 300, 4, 0, like=optimizer, seen=seen)
+    short = simulate(job, catalog, 300, 4, 0, like=plain.optimizer, seen=plain.found if is_seen else ())
 
     assert left_out == [expected]
     assert short.memory == whole
+
+
+def test_the_optimizers_step_serves_microbatches_of_another_size(catalog, job_of, left_out):
+    small, large = (job_of(1, "model.n_layers=6", f"train.batch_size={size}") for size in (2, 4))
+    known = simulate(small, catalog, 300, 1, 0)
+
+    short = simulate(large, catalog, 300, 1, 0, like=known.optimizer, seen=known.found)
+    whole = simulate(large, catalog, 300, 1, 0, shorten=False)
+
+    assert left_out[-1] == 2
+    assert short.memory == whole.memory
+
+
+def test_one_turn_more_is_simulated_where_too_few_are_alike(catalog, recomputed, left_out, monkeypatch):
+    job, plain, whole = recomputed
+    middle = repeated._middle
+
+    def strict(turns, like):
+        if len(turns) < 4:
+            raise repeated.TooFewTurnsError
+        return middle(turns, like)
+
+    monkeypatch.setattr(repeated, "_middle", strict)
+
+    assert simulate(job, catalog, 300, 4, 0, like=plain.optimizer, seen=plain.found).memory == whole
+    assert left_out == [3]
 
 
 def test_an_optimizers_step_over_other_parameters_is_run_anew(catalog, job_of):
@@ -280,17 +326,45 @@ def model_of(numbers, **attributes):
 @pytest.mark.parametrize(
     ("numbers", "left_out"),
     [
-        ([0] * 5, []),
-        ([0] * 6, [["3"]]),
+        ([0] * 4, []),
+        ([0] * 6, [["2"], ["3"]]),
         (range(30), []),
-        ([1, 1, *[0] * 7], [["5"], ["6"]]),
-        ([0, 0, 1] * 6, [["9", "10", "11"]]),
+        ([1, 1, *[0] * 7], [["4"], ["5"], ["6"]]),
+        ([0, 1] * 5, [["4", "5"]]),
+        ([0, 0, 1] * 6, [["6", "7", "8"], ["9", "10", "11"]]),
     ],
 )
 def test_blocks_that_are_alike_are_found_whether_or_not_they_take_turns(numbers, left_out):
     found = repeated.repetitions(model_of(numbers))
 
     assert [turn for one in found for turn in one.left_out] == left_out
+
+
+def test_no_more_turns_are_simulated_than_there_are():
+    model = model_of([0])
+    model.encoder = nn.ModuleList(Deepening(0) for _ in range(5))
+    model.units = lambda: [f"encoder.{i}" for i in range(5)]
+
+    (found,) = repeated.repetitions(model, more=1)
+
+    assert [name for (name,) in found.kept] == [*"01234"]
+    assert not found.left_out
+
+
+def test_layers_of_an_encoder_are_left_out_and_put_back_where_they_were():
+    model = model_of([0] * 3)
+    model.encoder, model.others = (nn.ModuleList(Deepening(0) for _ in range(12)) for _ in range(2))
+    model.units = lambda: [f"encoder.{i}" for i in range(12)]
+
+    found = repeated.repetitions(model)
+    before = [*model.encoder]
+    with repeated.shortened(found, []):
+        within = [*model.encoder]
+
+    assert [one.within for one in found] == ["encoder"]
+    assert within == before[:3] + before[-2:]
+    assert [*model.encoder] == before
+    assert [name for name, _ in model.encoder.named_children()] == [str(i) for i in range(12)]
 
 
 def test_what_a_model_holds_by_the_names_of_its_blocks_makes_them_differ():
@@ -306,11 +380,25 @@ def test_a_block_may_hold_its_own_name_and_no_other():
     assert not alike({"size": [1, 2]}, {"size": [1, 3]}, ([""], [""]))
 
 
-@pytest.mark.parametrize(("order", "is_even"), [([0, 1, 2, 3, 4], True), ([0, 2, 1, 3, 4], True), ([0, 1, 4], False)])
-def test_what_all_turns_hold_to_the_end_is_freed_as_often_as_there_are_turns(order, is_even):
+@pytest.mark.parametrize(
+    ("kept", "order", "is_even"),
+    [
+        (5, [0, 1, 2, 3, 4], True),
+        (5, [0, 2, 1, 3, 4], True),
+        (5, [0, 1, 4], False),
+        (4, [0, 1, 2, 3], True),
+        (3, [0, 1, 2], True),
+        (2, [0, 1], False),
+    ],
+)
+def test_what_all_turns_hold_to_the_end_is_freed_as_often_as_there_are_turns(kept, order, is_even):
     """FSDP holds what copies of a shard sum until a backward ends. In doubt the whole model is simulated."""
-    found = [repeated.Repetition(None, [["0"], ["1"], ["2"], ["7"], ["8"]], [[str(i)] for i in range(3, 7)])]
-    turns = [[repeated._Mark(0, "backward", turn), Change("temporary", 0, "temporary", 8)] for turn in (4, 3, 2, 1, 0)]
+    names = [[str(i)] for i in range(9)]
+    seen = None if kept > 2 else [repeated._Pass(first=True, last=True, late=False)]
+    found = [repeated.Repetition("blocks", None, names[:kept], names[kept:], seen)]
+    turns = [
+        [repeated._Mark(0, "backward", turn), Change("temporary", 0, "temporary", 8)] for turn in reversed(range(kept))
+    ]
     log = [one for turn in turns for one in turn]
     freed = {1 + 2 * turn: len(log) + place for place, turn in enumerate(order)}
     log += [Change("temporary", 8, "temporary", 0)] * len(order)
@@ -324,6 +412,42 @@ def test_what_all_turns_hold_to_the_end_is_freed_as_often_as_there_are_turns(ord
 
     assert tally.peak == 9 * 8
     assert tally.current["temporary"] == 0
+
+
+ALL, FIRST, LAST = (repeated._Pass(first, last, late=False) for first, last in ((1, 1), (1, 0), (0, 1)))
+
+
+@pytest.mark.parametrize(
+    ("turns", "seen", "whole"),
+    [
+        ("aab.", None, "aaaaab."),
+        ("abb.", None, "abbbbb."),
+        ("aaa.", None, "aaaaaa."),
+        ("abbc.", None, "abbbbc."),
+        ("abc.", LAST, "abbbbc."),
+        ("aa.", None, "aaaaaa."),
+        ("aa.", ALL, "aaaaaa."),
+        ("ab.", FIRST, "aaaaab."),
+        ("ab.", LAST, "abbbbb."),
+        ("a.", ALL, "aaaaaa."),
+        *(("abc.", None, ""), ("aba.", None, ""), ("ab.", None, ""), ("ab.", ALL, ""), ("aa.", LAST, "")),
+    ],
+)
+def test_turns_in_the_middle_do_what_two_that_follow_on_each_other_have_done(turns, seen, whole):
+    """Here or, with fewer turns, in a job that has been simulated: there the first or the last but one is as these."""
+    names = [[str(i)] for i in range(7)]
+    found = [
+        repeated.Repetition("blocks", None, names[: len(turns)], names[len(turns) :], None if seen is None else [seen])
+    ]
+    log = [one for turn, kind in enumerate(turns) for one in (repeated._Mark(0, "forward", turn), Work(kind))]
+
+    if not whole:
+        with pytest.raises(repeated.TooFewTurnsError):
+            repeated.lengthened(log, found, 0)
+        return
+    timeline = repeated.lengthened(log, found, 0)
+
+    assert "".join(work.kind for work in played(timeline)) == whole
 
 
 @pytest.mark.parametrize("freed", [0, 5, 7, 9])

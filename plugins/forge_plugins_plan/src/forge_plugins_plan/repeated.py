@@ -19,8 +19,13 @@ from forge_plugins_plan.alike import alike, by_block
 from forge_plugins_plan.timeline import Change, Repeat, Tally, Timeline
 from forge_plugins_plan.work import Microbatch, Work
 
-_FIRST, _LAST = 3, 2
-"""Turns that are simulated, of the first ones and of the last. All but the first and the last must do the same."""
+_KEPT = 4
+"""Turns that are simulated. What blocks do hangs on those around them, and on what they share, so that the first turn
+and the last but one may differ from those between them."""
+_LONG = 3
+"""Blocks of a turn, of which two turns are enough where it has been seen that all do the same."""
+_LEAST = 5
+"""Turns of which some are left out."""
 _LONGEST = 8
 """Blocks of different kinds that may take turns."""
 _NONE: Mapping[int, int] = MappingProxyType({})
@@ -30,22 +35,61 @@ class NotRepeatedError(Exception):
     """What is left out does not follow from what has been simulated."""
 
 
+class TooFewTurnsError(NotRepeatedError):
+    """It may follow if one turn more is simulated."""
+
+
+class _Pass(NamedTuple):
+    """What has been seen where all turns of a repetition came one after the other, in one direction."""
+
+    first: bool
+    """The first does what those in the middle do."""
+    last: bool
+    """The last but one does."""
+    late: bool
+    """What they hold is freed after the last."""
+
+
 @attrs.frozen(eq=False)
 class Repetition:
     """A stretch of a model in which blocks are alike, or blocks of different kinds take turns evenly."""
 
-    part: Any
-    """The model, or a stage of a pipeline."""
+    within: str
+    """The name of the module whose children the blocks are."""
+    module: Any
+    """That one."""
     kept: Sequence[Sequence[str]]
     """The names of the blocks that are simulated, by turn."""
     left_out: Sequence[Sequence[str]]
     """The names of the others, by turn."""
+    like: Sequence[_Pass] | None = None
+    """What has been seen of it in a job that differs in what is recomputed."""
+    passes: list[_Pass] = attrs.field(factory=list)
+    """What has been seen of it in this one."""
+
+    @property
+    def turns(self) -> int:
+        """Their number."""
+        return len(self.kept) + len(self.left_out)
+
+    @property
+    def to_spare(self) -> int:
+        """Turns that need not be simulated again in another job."""
+        if any(one.late for one in self.passes):
+            return 0
+        return 2 if len(self.kept[0]) >= _LONG and all(one.first and one.last for one in self.passes) else 1
+
+    def seen_of(self, number: int) -> _Pass | None:
+        """What has been seen of a pass in the other job, nothing without one."""
+        if self.like is not None and number >= len(self.like):
+            raise TooFewTurnsError("there are more passes than where less is recomputed")
+        return None if self.like is None else self.like[number]
 
     def stand_ins(self) -> Iterator[tuple[nn.Module, nn.Module]]:
         """Each block that is left out, with one that is simulated."""
         for turn in self.left_out:
             for name, other in zip(turn, self.kept[0], strict=True):
-                yield self.part.blocks[name], self.part.blocks[other]
+                yield self.module.get_submodule(name), self.module.get_submodule(other)
 
 
 class _Mark(NamedTuple):
@@ -56,38 +100,64 @@ class _Mark(NamedTuple):
     turn: int
 
 
-def repetitions(part: Any, *, seen: bool = False) -> list[Repetition]:
-    """Those of a model's ``blocks`` that are long enough to leave some out; none where there is no telling.
+def repetitions(part: Any, *, more: int = 0, seen: Sequence[Repetition] = ()) -> list[Repetition]:
+    """Those of a model's ``blocks``, and of its further units, that are long enough to leave some out; none where there
+    is no telling.
 
     Args:
-        seen: that turns do the same has been seen: one less is simulated.
+        more: turns that are simulated beyond the usual number.
+        seen: of a job that differs in what is recomputed, or in its sequences. Fewer turns are simulated of a
+            repetition that is there.
     """
-    n_first = _FIRST - seen
-    blocks = getattr(part, "blocks", None)
-    if not isinstance(blocks, nn.ModuleDict):
-        return []
-    names, found, first = list(blocks), [], 0
-    kinds = _kinds(part)
-    while first < len(names):
-        turns, period = max((_turns(kinds, first, period), period) for period in _periods(len(names) - first))
-        is_long = turns > _FIRST + _LAST
-        if is_long:
-            each = [names[first + turn * period : first + (turn + 1) * period] for turn in range(turns)]
-            last = turns - _LAST
-            found.append(Repetition(part, [*each[:n_first], *each[last:]], each[n_first:last]))
-        first += turns * period if is_long else 1
+    found = []
+    for within, module in _sequences(part).items():
+        names, first = [name for name, _ in module.named_children()], 0
+        kinds = _kinds(part, within, module)
+        while first < len(names):
+            turns, period = max((_turns(kinds, first, period), period) for period in _periods(len(names) - first))
+            if turns >= _LEAST:
+                each = [names[first + turn * period : first + (turn + 1) * period] for turn in range(turns)]
+                found.append(_shortened(within, module, each, more, seen))
+            first += turns * period if turns >= _LEAST else 1
     return found
 
 
-def _kinds(part: Any) -> list[int]:
+def _sequences(part: Any) -> dict[str, nn.Module]:
+    """Modules whose children run one after the other, by their names (``TowerModel.units``)."""
+    blocks = getattr(part, "blocks", None)
+    if not isinstance(blocks, nn.ModuleDict):
+        return {}
+    units = [*(part.units() if hasattr(part, "units") else ())]
+    names = dict.fromkeys(name.rpartition(".")[0] for name in units)
+    others = {name: part.get_submodule(name) for name in names}
+    return {"blocks": blocks} | {
+        name: module
+        for name, module in others.items()
+        if isinstance(module, nn.ModuleList) and {f"{name}.{child}" for child, _ in module.named_children()} <= {*units}
+    }
+
+
+def _shortened(
+    within: str, module: nn.Module, turns: Sequence[Sequence[str]], more: int, seen: Sequence[Repetition]
+) -> Repetition:
+    known = next((one for one in seen if (one.within, one.kept[0], one.turns) == (within, turns[0], len(turns))), None)
+    usual = _KEPT if within == "blocks" else _KEPT + 1  # the layers of an encoder have other modules on either side
+    kept = min(usual + more, len(turns)) if known is None else len(known.kept) - known.to_spare
+    last = len(turns) - max(1, kept // 2)
+    first = kept - len(turns) + last
+    like = None if known is None else known.passes
+    return Repetition(within, module, [*turns[:first], *turns[last:]], turns[first:last], like)
+
+
+def _kinds(part: Any, within: str, module: nn.Module) -> list[int]:
     """A number for each block, equal for blocks that are alike."""
-    of_model = by_block(part)
+    of_model = by_block(part) if within == "blocks" else []
     known: list[tuple[str, Any]] = []
     kinds = []
-    for name, block in part.blocks.items():
+    for name, block in module.named_children():
         held = block, [value[name] for value in of_model]
         latest = reversed([*enumerate(known)])  # the first block is often the only one of its kind
-        same = (i for i, (other, of_it) in latest if alike(held, of_it, ([f"blocks.{name}"], [f"blocks.{other}"])))
+        same = (i for i, (other, of_it) in latest if alike(held, of_it, ([f"{within}.{name}"], [f"{within}.{other}"])))
         kind = len(known) if len(known) > _LONGEST else next(same, len(known))
         if kind == len(known):
             known.append((name, held))
@@ -109,20 +179,24 @@ def _turns(kinds: Sequence[int], first: int, period: int) -> int:
 @contextmanager
 def shortened(found: Sequence[Repetition], log: list[Any]) -> Iterator[None]:
     """Models are without the blocks that are left out, and the ones that are kept leave marks in ``log``."""
-    whole = [(part, dict(part.blocks)) for part in {id(one.part): one.part for one in found}.values()]
+    whole = [
+        (module, dict(module.named_children())) for module in {id(one.module): one.module for one in found}.values()
+    ]
     with ExitStack() as stack:
         for number, one in enumerate(found):
             for name in (name for turn in one.left_out for name in turn):
-                del one.part.blocks[name]
+                delattr(one.module, name)
             for turn, (first, *_) in enumerate(one.kept):
-                for end in _marking(one.part.blocks[first], log, number, turn):
+                for end in _marking(one.module.get_submodule(first), log, number, turn):
                     stack.callback(end)
         try:
             yield
         finally:
-            for part, blocks in whole:
-                part.blocks.clear()
-                part.blocks.update(blocks)
+            for module, blocks in whole:
+                for name, _ in [*module.named_children()]:
+                    delattr(module, name)
+                for name, block in blocks.items():
+                    module.add_module(name, block)
 
 
 def _marking(block: nn.Module, log: list[Any], number: int, turn: int) -> Iterator[Callable[[], None]]:
@@ -171,6 +245,7 @@ def lengthened(
 
     Raises:
         NotRepeatedError: turns are unlike each other, or what they add up to cannot be.
+        TooFewTurnsError: there is no telling what those in the middle do.
     """
     places = [i for i, one in enumerate(log) if isinstance(one, _Mark)]
     timeline: list[Change | Work | Microbatch | Repeat] = []
@@ -178,40 +253,76 @@ def lengthened(
     late: dict[int, tuple[int, Repeat]] = {}
     done = 0
     while places:
-        kept = len(found[log[places[0]].repetition].kept)
-        own, places = places[:kept], places[kept:]
-        number = _one_pass([log[i] for i in own], kept)
-        turns = [list(log[start + 1 : end]) for start, end in pairwise(own[1:-1])]
-        if any(turn != turns[0] for turn in turns):
-            raise NotRepeatedError("blocks that are alike do not do the same")
-        times = len(turns) + len(found[number].left_out)
+        one = found[log[places[0]].repetition]
+        own, places = places[: len(one.kept)], places[len(one.kept) :]
+        number = _one_pass([log[i] for i in own], len(one.kept))
+        turns = [list(log[start + 1 : end]) for start, end in pairwise(own)]
+        middle = _middle(turns, one.seen_of(len(one.passes)))
         timeline += _as_logged(log, done, own[1], late)
-        timeline.append(Repeat(turns[0], times))
-        added[number].update(_net(turns[0]))
+        timeline.append(Repeat(middle, one.turns - 3))
+        added[number].update(_net(middle))
         if (frees := _freed_late(log, own, freed)) is not None:
-            late[frees[0]] = frees[1], Repeat(log[frees[0] : frees[0] + frees[2]], times + 1)
-            added[number].update(_net(late[frees[0]][1].changes))
+            late[frees.place] = (
+                frees.end,
+                Repeat(log[frees.place : frees.place + frees.of_turn], one.turns - frees.others),
+            )
+            added[number].update(_net(late[frees.place][1].changes))
+        one.passes.append(_Pass(turns[0] == middle, turns[-1] == middle, frees is not None))
         done = own[-2]
     timeline += _as_logged(log, done, len(log), late)
     _check(log, timeline, found, added, gradients)
     return timeline
 
 
-def _freed_late(log: Sequence[Any], own: Sequence[int], freed: Mapping[int, int]) -> tuple[int, int, int] | None:
-    """Where all turns but the first and the last free, one after the other, what each has held until all were done, and
-    how much of it is one turn's. FSDP does so with what ranks sum that hold the same shards.
+def _middle(turns: Sequence[Sequence[Any]], like: _Pass | None) -> Sequence[Any]:
+    """What a turn does that is neither the first nor one of the last two.
+
+    Args:
+        turns: what all but the last have done.
+        like: seen of a job that differs in what is recomputed.
+    """
+    inner = turns[1:-1] or turns[:1]
+    if any(turn != inner[0] for turn in inner):
+        raise NotRepeatedError("blocks that are alike do not do the same")
+    if like is None:
+        if turns.count(inner[0]) == 1:
+            raise TooFewTurnsError("no two turns that follow on each other do the same")
+        return inner[0]
+    if len(turns) > 2:
+        return inner[0]
+    if (turns[0] == turns[-1]) != (like.first and like.last):
+        raise TooFewTurnsError("turns differ where they did not, if less is recomputed, or the other way round")
+    return turns[-1] if like.last else turns[0]
+
+
+class _FreedLate(NamedTuple):
+    """All of one turn after all of another."""
+
+    place: int
+    """In the log, where it begins."""
+    end: int
+    of_turn: int
+    """How much of it is one turn's."""
+    others: int
+    """Turns whose part is elsewhere."""
+
+
+def _freed_late(log: Sequence[Any], own: Sequence[int], freed: Mapping[int, int]) -> _FreedLate | None:
+    """Where turns free, one after the other, what each has held until all were done. FSDP does so with what ranks sum
+    that hold the same shards. The last turn does it elsewhere, and so does the first, if there are enough to see it.
 
     Args:
         own: where turns begin.
     """
-    spans = [*pairwise(own[1:])]
-    held = [made - own[1] for made in range(*spans[0]) if freed.get(made, 0) > own[-1]]
+    spans = [*pairwise(own[1:] if len(own) > 3 else own)]
+    held = [made - spans[0][0] for made in range(*spans[0]) if freed.get(made, 0) > own[-1]]
     by_turn = sorted(sorted(freed.get(first + place, 0) for place in held) for first, _ in spans)
     places = [place for turn in by_turn for place in turn]
-    if not held or places != [*range(places[0], places[-1] + 1)]:
+    if not held or len(spans) == 1 or places != [*range(places[0], places[-1] + 1)]:
         return None
     does_the_same = len({tuple(log[place] for place in turn) for turn in by_turn}) == 1
-    return (places[0], places[-1] + 1, len(held)) if does_the_same else None
+    others = 2 if len(own) > 3 else 1
+    return _FreedLate(places[0], places[-1] + 1, len(held), others) if does_the_same else None
 
 
 def _as_logged(

@@ -373,7 +373,7 @@ def _recomputation(
             other = simulate(
                 *(one.job, catalog, vocab_size, world_size, number, plan.gpu, plan.ranks_per_node),
                 like=known.optimizer,
-                seen=len(known.found) > 0,
+                seen=known.found,
                 timed=plan.time is not None and len(plan.stages) == 1,
             )
             stage = _stage(other)

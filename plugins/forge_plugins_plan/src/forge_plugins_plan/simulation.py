@@ -7,6 +7,7 @@ import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import count
+from types import SimpleNamespace
 from typing import Any, cast
 
 import attrs
@@ -25,6 +26,7 @@ from forge_core.errors import ConfigError, ForgeError
 from forge_core.job import sort_passes
 from forge_core.ops.auxiliary_loss import LEDGER
 from forge_core.ops.local_tensor import local_tensor
+from forge_core.ops.partial_gradients import PartialGradients
 from forge_core.registry.catalog import Catalog
 from forge_core.train.build import BuiltModel, allocate, build_model, build_optimizer
 from forge_core.train.gradients import Gradients, clip_gradients
@@ -32,12 +34,21 @@ from forge_plugins_plan.alike import alike, block_names, stages_alike
 from forge_plugins_plan.fused_norm import fused_norms
 from forge_plugins_plan.memory import CATEGORIES, MemoryLedger, bytes_of
 from forge_plugins_plan.microbatches import Traces, replayed
-from forge_plugins_plan.repeated import NotRepeatedError, Repetition, lengthened, repetitions, shortened
+from forge_plugins_plan.repeated import (
+    NotRepeatedError,
+    Repetition,
+    TooFewTurnsError,
+    lengthened,
+    repetitions,
+    shortened,
+)
 from forge_plugins_plan.timeline import Tally, Timeline
 from forge_plugins_plan.work import Microbatch, Recorder
 from forge_plugins_plan.world import rank_of
 
 _ALWAYS = ("tokens", "targets")
+_OF_BATCHES = "parameters"
+"""The category that they are counted in."""
 _CPU = torch.device("cpu")  # FSDP's streams of a GPU cannot be had without one; sizes are the same
 
 
@@ -64,6 +75,15 @@ class OptimizerStep:
     """After backward."""
     largest: Mapping[str, int]
     """Bytes of its state, and of the gradients that it reads."""
+    batches: int
+    """Bytes of the microbatches, which are there at the start."""
+
+    def beside(self, batches: int) -> OptimizerStep:
+        """The step of a job whose microbatches take so many bytes."""
+        start = copy.deepcopy(self.start)
+        start.current[_OF_BATCHES] += batches - self.batches
+        start.restart()
+        return attrs.evolve(self, start=start, batches=batches)
 
 
 @attrs.frozen
@@ -100,7 +120,7 @@ def simulate(
     *,
     shorten: bool = True,
     like: OptimizerStep | None = None,
-    seen: bool = False,
+    seen: Sequence[Repetition] = (),
     timed: bool = False,
 ) -> SimulatedRank:
     """Build ``job`` for rank 0 of a pipeline stage among ``world_size`` ranks, and run a step of it.
@@ -112,20 +132,23 @@ def simulate(
         gpu: what the job is to run on, for passes that decide by it, and kernels that a CPU does not have.
         ranks_per_node: what a launcher would say.
         shorten: run forward and backward of some of the blocks that are alike, where the rest follows from these.
-        like: the optimizer's step of a job that differs in what is recomputed; it is not run again then.
-        seen: blocks have been seen to do the same in such a job, and fewer of them are run.
+        like: the optimizer's step of a job that differs in what is recomputed, or in its sequences; it is not run again
+            then.
+        seen: blocks that have been seen to do the same in such a job, and of which fewer are run.
         timed: record what operations do, too, of which a ``Clock`` makes times.
 
     Raises:
         ForgeError: what the build of a real run would say.
     """
     one = Simulation(job, catalog, vocab_size, world_size, stage, gpu, ranks_per_node, timed, like, seen)
-    if shorten:
+    for more in (0, 1) if shorten else ():
         try:
-            return one.run(shorten=True)
+            return one.run(more)
+        except TooFewTurnsError:
+            continue
         except NotRepeatedError:
-            pass
-    return one.run(shorten=False)
+            break
+    return one.run(None)
 
 
 @contextmanager
@@ -165,10 +188,13 @@ class Simulation:
     ranks_per_node: int
     timed: bool
     like: OptimizerStep | None = None
-    seen: bool = False
+    seen: Sequence[Repetition] = ()
 
-    def run(self, *, shorten: bool) -> SimulatedRank:
+    def run(self, more: int | None) -> SimulatedRank:
         """
+        Args:
+            more: blocks that are alike are left out, but for so many turns beyond the usual number; ``None``: all run.
+
         Raises:
             ForgeError: as ``simulate``.
             NotRepeatedError: the whole model has to be run.
@@ -178,7 +204,7 @@ class Simulation:
         found: list[Repetition] = []
 
         def allocate_only(part: nn.Module, device: torch.device, _: int) -> None:
-            of_part = repetitions(part, seen=self.seen) if shorten else []
+            of_part = [] if more is None else repetitions(part, more=more, seen=() if more else self.seen)
             found.extend(of_part)
             # no optimizer will ask for the others
             with fake, ledger, nullcontext() if self.like is None else shortened(of_part, []):
@@ -192,7 +218,7 @@ class Simulation:
                 reason = "parameters and optimizer are in the host's memory, and of a step there is no telling what is"
                 return SimulatedRank(*told, None, reason, traffic, None)
             try:
-                fewer = replayed(ledger, self.job.train.grad_accumulation or 1) if shorten else nullcontext()
+                fewer = nullcontext() if more is None else replayed(ledger, self.job.train.grad_accumulation or 1)
                 with fake, ledger, nullcontext() if self.gpu is None else fused_norms(), fewer as replay:
                     memory, optimizer, run = self._step(rank, ledger, found)
                 traces = replay.finished(fake) if replay is not None else None
@@ -236,7 +262,8 @@ class Simulation:
                 with known.traces.fake, ledger, replayed(ledger, self.job.train.grad_accumulation or 1, known.traces):
                     self._run(rank, ledger)
                 gradients = known.optimizer.largest["gradients"]
-                run = lengthened(ledger.log, known.found, gradients) if known.found else ledger.log
+                found = [attrs.evolve(one, passes=[]) for one in known.found]
+                run = lengthened(ledger.log, found, gradients) if found else ledger.log
             except NotRepeatedError:
                 return None
             optimizer = attrs.evolve(known.optimizer, parameters=_updated(rank.built))
@@ -263,13 +290,15 @@ class Simulation:
             size = bytes_of(tensor for part in built.parts for tensor in (*part.parameters(), *part.buffers()))
             yield _BuiltRank(mesh, context, build, built, [build(use) for use in passes], size)
 
-    def _run(self, rank: _BuiltRank, ledger: MemoryLedger) -> None:
+    def _run(self, rank: _BuiltRank, ledger: MemoryLedger) -> int:
+        """Run forward and backward, and return the bytes of the microbatches."""
         microbatches = _microbatches(self.job)
         ledger.restart()
         scale = torch.ones(())
         LEDGER.start_step(scale)
         with ledger.during("activations"):
             rank.built.run(microbatches, scale)
+        return bytes_of(tensor for one in microbatches for tensor in one.values())
 
     def _step(
         self, rank: _BuiltRank, ledger: MemoryLedger, found: Sequence[Repetition]
@@ -284,8 +313,8 @@ class Simulation:
             with ledger.during("optimizer"):
                 _make_state(optimizer)
         marking = _marking(built.parts[0], ledger.log) if self.job.parallel.pp == 1 else nullcontext()
-        with shortened(found, ledger.log), marking:
-            self._run(rank, ledger)
+        with _summing_all(found, ledger), shortened(found, ledger.log), marking:
+            batches = self._run(rank, ledger)
         n_of_run = len(ledger.log)
         if optimizer is None:
             ledger.resolve({"gradients": _gradients(built)})
@@ -299,8 +328,9 @@ class Simulation:
             known = {"gradients": gradients, "optimizer": state}
             ledger.resolve(known)
             largest = {category: bytes_of(tensors) for category, tensors in known.items()}
-            like = OptimizerStep(updated, ledger.start(known), ledger.log[n_of_run:], largest)
+            like = OptimizerStep(updated, ledger.start(known), ledger.log[n_of_run:], largest, batches)
         assert like is not None
+        like = like.beside(batches)
         log = ledger.log[:n_of_run]
         run = lengthened(log, found, like.largest["gradients"], ledger.freed) if found else log
         return _memory(like, run), like, run
@@ -371,6 +401,33 @@ def _marking(part: nn.Module, log: list[Any]) -> Iterator[None]:
 
 def _gradients(built: BuiltModel) -> list[torch.Tensor]:
     return [parameter.grad for parameter in built.parameters.values() if parameter.grad is not None]
+
+
+@contextmanager
+def _summing_all(found: Sequence[Repetition], ledger: MemoryLedger) -> Iterator[None]:
+    """Where ranks sum gradients that they have parts of, those of blocks that have been left out are among them."""
+    pairs = (pair for one in found for pair in one.stand_ins())
+    others = {id(own): other for pair in pairs for own, other in zip(*(one.parameters() for one in pair), strict=True)}
+    before = PartialGradients.sum
+
+    def with_gradient(parameter: nn.Parameter) -> Any:
+        other = others.get(id(parameter))
+        if other is None or other.grad is None:
+            return parameter
+        with ledger.paused():
+            gradient = torch.empty_like(other.grad)
+        ledger.adopt(gradient, ledger.category(other.grad), 0)  # to make and free it is not noted
+        return SimpleNamespace(grad=gradient)
+
+    def sum_all(partial: PartialGradients) -> None:
+        by_axis = {axis: [*map(with_gradient, parameters)] for axis, parameters in partial.by_axis.items()}
+        before(attrs.evolve(partial, by_axis=by_axis))
+
+    PartialGradients.sum = sum_all  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        PartialGradients.sum = before  # type: ignore[method-assign]
 
 
 def _stand_in(found: Sequence[Repetition], ledger: MemoryLedger) -> None:
