@@ -15,8 +15,9 @@ from forge_core.registry.catalog import Catalog
 from forge_plugins_plan.alternatives import recomputations
 from forge_plugins_plan.clock import PARTS, StuckError, busy_time, step_time
 from forge_plugins_plan.machine import Machine
+from forge_plugins_plan.repeated import Repetition
 from forge_plugins_plan.report import Plan, needed_gib
-from forge_plugins_plan.simulation import SimulatedRank, simulate
+from forge_plugins_plan.simulation import OptimizerStep, SimulatedRank, simulate
 from forge_plugins_plan.step_report import mfu_of
 from forge_plugins_plan.work import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Work
 
@@ -119,6 +120,7 @@ def search(
     fitting: list[Layout] = []
     large: list[Layout] = []
     left: Counter[str] = Counter()
+    known: dict[object, tuple[OptimizerStep, Sequence[Repetition]]] = {}
     for number, one in enumerate(queue):
         done = len(fitting) + len(large)
         tell(f"{number:,} of {len(queue):,} layouts looked at, {done} of at most {SIMULATED} simulated")
@@ -130,7 +132,7 @@ def search(
             left["slower"] += 1
         elif (other := _loaded(load, one)) is None:
             left["refused"] += 1
-        elif (layout := _simulated(other, catalog, plan, machine, one)) is None:
+        elif (layout := _simulated(other, catalog, plan, machine, one, known)) is None:
             left["not simulated"] += 1
         else:
             (large if layout.fits is False else fitting).append(layout)
@@ -303,22 +305,37 @@ def _shards(degrees: Mapping[str, int]) -> int:
     return degrees["pp"] * degrees["tp"] * degrees["dp_shard"] * degrees["cp"]
 
 
-def _simulated(job: Job, catalog: Catalog, plan: Plan, machine: Machine, one: Candidate) -> Layout | None:
+def _simulated(
+    job: Job,
+    catalog: Catalog,
+    plan: Plan,
+    machine: Machine,
+    one: Candidate,
+    known: dict[object, tuple[OptimizerStep, Sequence[Repetition]]],
+) -> Layout | None:
     """Nothing if a step of it cannot be simulated.
 
     Of a pipeline, the first stage and the last are, with twice as many microbatches as there are stages at most. Each
     further microbatch takes the time of the slower one. Stages between the two are taken to be as the faster one,
     which has the smaller of embedding and head: with them, the bubble is ``pp - 1`` of its microbatches over the
     stages of a rank.
+
+    Args:
+        known: what layouts share that cut the model alike; of those that have been simulated. It grows.
     """
     pp, world = one.degrees["pp"], prod(plan.mesh.values())
     count = min(one.microbatches, 2 * pp) if pp > 1 else one.microbatches
     short = attrs.evolve(job, train=attrs.evolve(job.train, grad_accumulation=count, global_batch_size=None))
     try:
-        ranks = [
-            simulate(short, catalog, plan.vocab_size, world, stage, plan.gpu, plan.ranks_per_node, timed=True)
-            for stage in sorted({0, pp - 1})
-        ]
+        ranks = []
+        for stage in sorted({0, pp - 1}):
+            key = *one.degrees.values(), stage, count if pp > 1 else min(count, 2)
+            optimizer, found = known.get(key, (None, ()))
+            told = short, catalog, plan.vocab_size, world, stage, plan.gpu, plan.ranks_per_node
+            rank = simulate(*told, like=optimizer, seen=found, timed=True)
+            if rank.optimizer is not None:
+                known.setdefault(key, (rank.optimizer, [attrs.evolve(each, module=None) for each in rank.found]))
+            ranks.append(rank)
     except ForgeError:
         return None
     if any(rank.memory is None or rank.optimizer is None for rank in ranks):
