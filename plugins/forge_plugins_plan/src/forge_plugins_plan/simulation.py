@@ -199,7 +199,7 @@ class Simulation:
             ForgeError: as ``simulate``.
             NotRepeatedError: the whole model has to be run.
         """
-        ledger = self._ledger()
+        ledger = MemoryLedger()
         fake = Planned(self.gpu)
         found: list[Repetition] = []
 
@@ -257,7 +257,7 @@ class Simulation:
             known = next((known for twin, known in patterns if own.does_as(twin)), None)
             if known is None or known.traces is None or known.optimizer is None:
                 return None
-            ledger = self._ledger()
+            ledger = MemoryLedger()
             try:
                 with known.traces.fake, ledger, replayed(ledger, self.job.train.grad_accumulation or 1, known.traces):
                     self._run(rank, ledger)
@@ -275,9 +275,6 @@ class Simulation:
     def rank(self) -> int:
         return self.stage * (self.world_size // self.job.parallel.pp)
 
-    def _ledger(self) -> MemoryLedger:
-        return MemoryLedger(Recorder(self.ranks_per_node) if self.timed else None)
-
     @contextmanager
     def _build(self, fill: Callable[[nn.Module, torch.device, int], None]) -> Iterator[_BuiltRank]:
         """The rank among the others, while the context lasts."""
@@ -294,6 +291,7 @@ class Simulation:
         """Run forward and backward, and return the bytes of the microbatches."""
         microbatches = _microbatches(self.job)
         ledger.restart()
+        ledger.recorder = Recorder(self.ranks_per_node) if self.timed else None
         scale = torch.ones(())
         LEDGER.start_step(scale)
         with ledger.during("activations"):

@@ -174,13 +174,18 @@ def _undecorated(dispatch: Any) -> Any:
 
 
 def _by_part(empty_like: Any) -> Any:
-    """Of a ``DTensor``, its local tensor alone. All parameters are made so; to pass that on takes most of the time."""
+    """Of a ``DTensor``, its local tensor alone, and nothing that is asked of one on the meta device. All parameters are
+    made so; to pass that on takes most of the time."""
 
     def make(tensor: torch.Tensor, **options: Any) -> torch.Tensor:
         if type(tensor) is not DTensor:
             made: torch.Tensor = empty_like(tensor, **options)
             return made
-        local = empty_like(tensor._local_tensor, **options)
+        local = tensor._local_tensor
+        if type(local) is torch.Tensor and local.is_meta and local.is_contiguous() and "device" in options:
+            local = torch.empty(local.shape, **{"dtype": local.dtype, **options})
+        else:
+            local = empty_like(local, **options)
         return DTensor(local, tensor._spec, requires_grad=False)  # type: ignore[no-untyped-call]  # torch's
 
     return make
