@@ -111,6 +111,7 @@ def left_out(monkeypatch):
                 (4, [TWICE, "parallel.passes.fsdp.keep_gathered=true", "loss.name=chunked_cross_entropy"]),
                 (4, ["parallel.cp=2", FULL]),
                 (4, ENCODER),
+                (4, ["model.n_layers=17", "model.window=8", 'model.layers=[{at="2::3", window=0}]', FULL]),
                 (1, ["model.n_layers=20", FULL, "parallel.passes.activation_checkpointing.every=2"]),
                 (4, [TWICE, FULL, *SPARSE]),
                 (4, ["train.grad_accumulation=3", "parallel.dp_replicate=2", "parallel.ep=2", FULL, *SPARSE]),
@@ -314,6 +315,9 @@ class Deepening(nn.Module):
         self.linear = nn.Linear(4, 4)
         self.number = number
 
+    def forward(self, hidden):
+        return self.linear(hidden)
+
 
 def model_of(numbers, **attributes):
     model = nn.Module()
@@ -331,13 +335,27 @@ def model_of(numbers, **attributes):
         (range(30), []),
         ([1, 1, *[0] * 7], [["4"], ["5"], ["6"]]),
         ([0, 1] * 5, [["4", "5"]]),
-        ([0, 0, 1] * 6, [["6", "7", "8"], ["9", "10", "11"]]),
+        ([0, 0, 1] * 6, [["6", "7", "8"], ["9", "10", "11"], ["12", "13", "14"]]),
     ],
 )
 def test_blocks_that_are_alike_are_found_whether_or_not_they_take_turns(numbers, left_out):
     found = repeated.repetitions(model_of(numbers))
 
     assert [turn for one in found for turn in one.left_out] == left_out
+
+
+def test_the_backward_of_a_turn_begins_with_its_last_block():
+    model, log = model_of([0, 0, 1] * 6), []
+    hidden = torch.ones(1, 4)
+    with repeated.shortened(repeated.repetitions(model), log):
+        for name, block in model.blocks.items():
+            hidden = block(hidden)
+            hidden.register_hook(lambda _, name=name: log.append(name))
+        log.clear()
+        hidden.sum().backward()
+
+    marks = [repeated._Mark(0, "backward", turn) for turn in (2, 1, 0)]
+    assert log == [marks[0], "17", "16", "15", marks[1], "5", "4", "3", marks[2], "2", "1", "0"]
 
 
 def test_no_more_turns_are_simulated_than_there_are():

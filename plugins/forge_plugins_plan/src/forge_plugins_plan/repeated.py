@@ -20,10 +20,10 @@ from forge_plugins_plan.timeline import Change, Repeat, Tally, Timeline
 from forge_plugins_plan.work import Microbatch, Work
 
 _KEPT = 4
-"""Turns that are simulated. What blocks do hangs on those around them, and on what they share, so that the first turn
-and the last but one may differ from those between them."""
+"""Turns that are simulated; one less of ``_LONG`` ones. What blocks do hangs on those around them, and on what they
+share, so that the first turn and the last but one may differ from those between them."""
 _LONG = 3
-"""Blocks of a turn, of which two turns are enough where it has been seen that all do the same."""
+"""Blocks of a turn."""
 _LEAST = 5
 """Turns of which some are left out."""
 _LONGEST = 8
@@ -75,9 +75,7 @@ class Repetition:
     @property
     def to_spare(self) -> int:
         """Turns that need not be simulated again in another job."""
-        if any(one.late for one in self.passes):
-            return 0
-        return 2 if len(self.kept[0]) >= _LONG and all(one.first and one.last for one in self.passes) else 1
+        return 0 if any(one.late for one in self.passes) else 1
 
     def seen_of(self, number: int) -> _Pass | None:
         """What has been seen of a pass in the other job, nothing without one."""
@@ -141,7 +139,9 @@ def _shortened(
     within: str, module: nn.Module, turns: Sequence[Sequence[str]], more: int, seen: Sequence[Repetition]
 ) -> Repetition:
     known = next((one for one in seen if (one.within, one.kept[0], one.turns) == (within, turns[0], len(turns))), None)
-    usual = _KEPT if within == "blocks" else _KEPT + 1  # the layers of an encoder have other modules on either side
+    usual = _KEPT - (len(turns[0]) >= _LONG)
+    if within != "blocks":
+        usual += 1  # on either side of an encoder's layers are other modules
     kept = min(usual + more, len(turns)) if known is None else len(known.kept) - known.to_spare
     last = len(turns) - max(1, kept // 2)
     first = kept - len(turns) + last
@@ -186,8 +186,9 @@ def shortened(found: Sequence[Repetition], log: list[Any]) -> Iterator[None]:
         for number, one in enumerate(found):
             for name in (name for turn in one.left_out for name in turn):
                 delattr(one.module, name)
-            for turn, (first, *_) in enumerate(one.kept):
-                for end in _marking(one.module.get_submodule(first), log, number, turn):
+            for turn, names in enumerate(one.kept):
+                first, last = (one.module.get_submodule(name) for name in (names[0], names[-1]))
+                for end in _marking(first, last, log, number, turn):
                     stack.callback(end)
         try:
             yield
@@ -199,8 +200,8 @@ def shortened(found: Sequence[Repetition], log: list[Any]) -> Iterator[None]:
                     module.add_module(name, block)
 
 
-def _marking(block: nn.Module, log: list[Any], number: int, turn: int) -> Iterator[Callable[[], None]]:
-    """Begin to mark, and give what ends it."""
+def _marking(first: nn.Module, last: nn.Module, log: list[Any], number: int, turn: int) -> Iterator[Callable[[], None]]:
+    """Begin to mark, and give what ends it. A backward begins with the last block of a turn."""
 
     def mark(phase: str) -> None:
         log.append(_Mark(number, phase, turn))
@@ -211,10 +212,10 @@ def _marking(block: nn.Module, log: list[Any], number: int, turn: int) -> Iterat
                 one.register_hook(lambda _: mark("backward"))  # type: ignore[no-untyped-call]  # torch's
                 return
 
-    yield block.register_forward_pre_hook(lambda *_: mark("forward"), prepend=True).remove
-    yield block.register_forward_hook(leave).remove
-    if isinstance(block, FSDPModule):
-        yield _marking_reduction(block, lambda: mark("reduction"))
+    yield first.register_forward_pre_hook(lambda *_: mark("forward"), prepend=True).remove
+    yield last.register_forward_hook(leave).remove
+    if isinstance(first, FSDPModule):
+        yield _marking_reduction(first, lambda: mark("reduction"))
 
 
 def _marking_reduction(block: Any, mark: Callable[[], None]) -> Callable[[], None]:
