@@ -9,7 +9,7 @@ import attrs
 import pytest
 
 from forge_core.cli import main
-from forge_plugins_plan import machine, search
+from forge_plugins_plan import command, machine, search
 from forge_plugins_plan.gpus import gpu_named
 
 JOB = """
@@ -160,9 +160,13 @@ def test_what_does_not_fit_is_left_out_and_told(found, monkeypatch):
 
 
 @pytest.mark.slow
-def test_it_says_what_became_of_all_and_how_to_have_the_best(found, planned, monkeypatch):
+def test_it_says_what_became_of_all_and_how_to_have_the_best(found, planned, monkeypatch, capfd):
     monkeypatch.setattr(search, "SIMULATED", 5)
-    table, text = found(ranks="2"), found(ranks="2", text=True)
+    echo, told = command._echo, []
+    monkeypatch.setattr(command, "_echo", lambda *given, **how: (told.append(given), echo(*given, **how)))
+    text = found(ranks="2", text=True)
+    echo(*told[0], as_json=True)
+    table = json.loads(capfd.readouterr().out)["search"]
 
     left = ("batch_not_shared", "over_memory", "slower", "refused", "not_simulated", "simulated")
     assert table["considered"] == sum(table[name] for name in left)
