@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 from forge_core.run.directory import ENDS, event_line
@@ -58,6 +58,5 @@ def note_end(run_directory: Path, error: str, exit_code: int) -> None:
     with suppress(OSError, ValueError, LookupError, TypeError):  # nothing had begun, or the disk is what has failed
         last = json.loads(path.read_bytes().split(b"\n")[-2])  # what follows is a line that was being written, or none
         if last["event"] not in ENDS:
-            file = LineFile(path)
-            file.append(event_line("failed", step=last["step"], error=error, exit_code=exit_code))
-            file.close()
+            with closing(LineFile(path)) as file:
+                file.append(event_line("failed", step=last["step"], error=error, exit_code=exit_code))

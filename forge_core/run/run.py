@@ -30,7 +30,7 @@ from forge_core.distributed.dissemination import disseminate
 from forge_core.distributed.fingerprint import refuse_unequal_ranks
 from forge_core.distributed.installed import build_supervisor
 from forge_core.distributed.mesh import choose_device, join_process_group
-from forge_core.errors import ConfigError, ExitCode, ForgeError, exit_code_of
+from forge_core.errors import ConfigError, ExitCode, ForgeError, exit_code_of, noting
 from forge_core.job import job_table
 from forge_core.ops.local_tensor import local_tensor
 from forge_core.registry.catalog import Catalog
@@ -135,7 +135,8 @@ def _build(setup: RunSetup) -> Built:
     context = PassContext(setup.mesh, job, setup.device, entries=setup.entries)
     model = build_model(context, setup.vocab_size, setup.passes, build)
     for one in setup.evaluations:
-        one.evaluation.look_at(model.parts, setup.mesh, job)
+        with noting(f"raised by {one.words}"):
+            one.evaluation.look_at(model.parts, setup.mesh, job)
     model.loss.refuse_entries(entries := entries_of(setup.source, setup.job.train.seq_len))
     if job.checkpoint.best_metric == "eval/perplexity" and not model.loss.has_perplexity(entries):
         raise ConfigError(f"checkpoint.best_metric: {model.loss.words} has no perplexity; choose eval/loss")

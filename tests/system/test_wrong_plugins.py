@@ -443,6 +443,12 @@ BEGINNERS = """
 
         def run(self, context):
             return {"share": 1 / 0}
+
+
+    @component("evaluation", summary="wrong")
+    class LooksWrongly(Divides):
+        def look_at(self, parts, mesh, job):
+            return parts[1]
 """
 
 
@@ -475,6 +481,7 @@ BEGINNERS = """
             1,
             "ZeroDivisionError: division by zero\nraised by evaluation 'divides' of FILE",
         ),
+        ("evaluations=[{name='looks_wrongly'}]", 1, "\nraised by evaluation 'looks_wrongly' of FILE"),
     ],
 )
 def test_the_error_of_a_component_names_it(tiny, capsys, override, code, said):
