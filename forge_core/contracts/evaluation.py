@@ -132,7 +132,7 @@ class Evaluation(ABC):
     """Base class. The model is in evaluation mode, and no gradients are recorded."""
 
     def look_at(self, parts: Sequence[nn.Module], mesh: RanksByAxis, job: Job) -> None:  # noqa: B027  # most need nothing
-        """Look at the model that a run has built, before its first step. All ranks call it together.
+        """Look at the model before anything is measured; in a run, before its first step. All ranks call it together.
 
         Raises:
             ConfigError: it has not what this is to measure.

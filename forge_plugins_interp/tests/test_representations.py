@@ -66,6 +66,12 @@ def test_a_site_that_the_model_lacks_is_refused_before_the_first_step(folder, ca
     assert "evaluations layers: site 'blocks.*.resid_pots': the model has none of that name; did you mean" in said
 
 
+def test_a_site_that_the_model_lacks_is_refused_before_anything_is_measured(folder, alone, capsys):
+    assert main(["eval", str(folder / "runs" / "alone"), "evaluations.0.sites=['embed', 'blocks.*.resid_pots']"]) == 2
+
+    assert "evaluations representations: site 'blocks.*.resid_pots': the model has none" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "layout",
     [

@@ -27,7 +27,7 @@ from forge_core.contracts.tokenizer import Tokenizer
 from forge_core.distributed.collective_errors import run_on_all_ranks, run_on_rank0
 from forge_core.distributed.fingerprint import refuse_unequal_ranks
 from forge_core.distributed.mesh import build_mesh, choose_device, join_process_group
-from forge_core.errors import ConfigError, ForgeError
+from forge_core.errors import ConfigError, ForgeError, noting
 from forge_core.job import adding_passes, catalog_of, load_job, plain, sort_passes
 from forge_core.registry.catalog import Catalog
 from forge_core.train.build import BuiltModel, build_model, build_on_meta, cast_parameters, materialise
@@ -138,9 +138,13 @@ class OpenModel:
         """All that the job asks for, by the names of ``metrics.jsonl``. All ranks call it together.
 
         Raises:
+            ConfigError: the model has not what one of them is to measure; nothing is measured yet.
             PluginError: an evaluation gives something that is no number.
         """
         values: dict[str, float] = {}
+        for one in self.evaluations.values():
+            with noting(f"raised by {one.words}"):
+                one.evaluation.look_at(self.model.parts, self.context.mesh, self.context.job)
         with self.evaluating() as evaluator:
             if self.validation is not None:
                 samples = self.context.job.eval.batches * self._samples_per_step()
