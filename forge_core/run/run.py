@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -135,8 +136,8 @@ def _build(setup: RunSetup) -> Built:
     context = PassContext(setup.mesh, job, setup.device, entries=setup.entries)
     model = build_model(context, setup.vocab_size, setup.passes, build)
     for one in setup.evaluations:
-        with noting(f"raised by {one.words}"):
-            one.evaluation.look_at(model.parts, setup.mesh, job)
+        look_at = noting(f"raised by {one.words}")(one.evaluation.look_at)
+        run_on_all_ranks(partial(look_at, model.parts, setup.mesh, job))  # before the next one, in which ranks may meet
     model.loss.refuse_entries(entries := entries_of(setup.source, setup.job.train.seq_len))
     if job.checkpoint.best_metric == "eval/perplexity" and not model.loss.has_perplexity(entries):
         raise ConfigError(f"checkpoint.best_metric: {model.loss.words} has no perplexity; choose eval/loss")
@@ -150,11 +151,10 @@ def _build(setup: RunSetup) -> Built:
 
 def _restore(setup: RunSetup, built: Built) -> Mapping[str, Any]:
     """From the run's checkpoint; or from other runs' tensors, of which it returns the fate of each."""
-    model, optimizer, say = built.model, built.optimizer, setup.console.line
     if setup.checkpoint is not None:
-        restore(setup.checkpoint, model, optimizer, setup.callbacks, setup.mesh, say)
+        restore(setup.checkpoint, built.model, built.optimizer, setup.callbacks, setup.mesh, setup.console.line)
         setup.peers.beat()
-    return setup.warm_start.load(model, optimizer, setup.mesh) if setup.warm_start else {}
+    return setup.warm_start.load(built.model, built.optimizer, setup.mesh) if setup.warm_start else {}
 
 
 def _versions(setup: RunSetup) -> dict[str, str]:

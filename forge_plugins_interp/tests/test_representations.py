@@ -72,6 +72,22 @@ def test_a_site_that_the_model_lacks_is_refused_before_anything_is_measured(fold
     assert "evaluations representations: site 'blocks.*.resid_pots': the model has none" in capsys.readouterr().err
 
 
+def test_a_site_that_one_stage_alone_refuses_is_refused_by_all(folder):
+    """The other one waited for it in the next evaluation."""
+    layout = ["--nproc", "2", "parallel.pp=2", "train.grad_accumulation=2", "run.first_step_timeout=20"]
+    hidden = '{name="representations", sites=["blocks.0.attn_head_out"]}'
+    more = [
+        f'evaluations=[{hidden}, {{name="representations", label="b", sites=["embed"]}}]',
+        "parallel.passes.lora={}",
+    ]
+    command = [sys.executable, "-m", "forge_core", "run", "job.toml", "run.name=hidden", "--dry-run", *layout, *more]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = fork_server.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+
+    assert done.returncode == 2, done.stderr
+    assert "evaluations representations: site blocks.0.attn_head_out: an adapter adds to" in done.stderr
+
+
 @pytest.mark.parametrize(
     "layout",
     [

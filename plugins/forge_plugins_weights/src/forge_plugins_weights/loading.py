@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Literal, TypeAlias
 
 import attrs
@@ -143,8 +144,8 @@ class OpenModel:
         """
         values: dict[str, float] = {}
         for one in self.evaluations.values():
-            with noting(f"raised by {one.words}"):
-                one.evaluation.look_at(self.model.parts, self.context.mesh, self.context.job)
+            look_at = noting(f"raised by {one.words}")(one.evaluation.look_at)
+            run_on_all_ranks(partial(look_at, self.model.parts, self.context.mesh, self.context.job))
         with self.evaluating() as evaluator:
             if self.validation is not None:
                 samples = self.context.job.eval.batches * self._samples_per_step()
