@@ -44,6 +44,20 @@ class TestEntropy(Case):
     pass
 
 
+class LooksFirst(Entropy):
+    """It knows of the model what it was shown before it measures."""
+
+    def look_at(self, parts, mesh, job):
+        self.stages = mesh.gather_over("pp", len(parts))
+
+    def values(self, context, total, count):
+        return {**super().values(context, total, count), "parts": sum(self.stages)}
+
+
+class TestLooksFirst(Case):
+    evaluation = LooksFirst
+
+
 class TestPerplexity(EvaluationConformance):
     component = "forge-plugins-inference:perplexity"
 

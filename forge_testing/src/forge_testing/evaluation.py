@@ -133,8 +133,10 @@ class SmallWorld:
 
     def run(self, evaluations: Sequence[Evaluation]) -> list[Mapping[str, float]]:
         def one(rank: int) -> Mapping[str, float]:
+            context = self.context(rank)
+            evaluations[rank].look_at(context.parts, context.mesh, context.job)
             with torch.no_grad():
-                return evaluations[rank].run(self.context(rank))
+                return evaluations[rank].run(context)
 
         with ThreadPoolExecutor(self.ranks) as threads:
             return list(threads.map(one, range(self.ranks)))
