@@ -391,5 +391,5 @@ def _note_versions(setup: RunSetup, step: int, error: BaseException) -> None:
     if changed := versions_changed(checkpoint.manifest.versions, job_table(setup.job)):
         error.add_note(
             f"{checkpoint.path.name} was saved with {', '.join(changed)}; state that has another name or meaning now "
-            "needs a state_version and a load_state in the component. With the versions of then, the run goes on."
+            "needs a state_version and a load_state in the component. With the versions of then, the run may go on."
         )
