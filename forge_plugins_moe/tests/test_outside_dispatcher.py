@@ -1,4 +1,4 @@
-"""The dispatcher that the README builds up, from a package that is not ours."""
+"""The dispatcher of the page about their hook, from a package that is not ours."""
 
 import os
 import re
@@ -11,16 +11,16 @@ import pytest
 import fork_server
 from parity_matrix.launch import Launcher, Work
 
-README = Path(__file__).parents[1] / "README.md"
+PAGE = Path(__file__).parents[2] / "docs/hooks/forge_dispatchers.md"
 SPARSE = 'model.feed_forward={name="moe", n_experts=4, hidden_dim=32, router={name="softmax_topk"}}'
 EP2 = [SPARSE, "train.batch_size=2", "train.steps=3", "parallel.ep=2"]
 
 
 @pytest.fixture(scope="module")
 def package(tmp_path_factory):
-    """The README's files in a folder, installed as an installer would leave them."""
+    """The page's files in a folder, installed as an installer would leave them."""
     folder = tmp_path_factory.mktemp("acme-dispatch")
-    for path, text in re.findall(r"^```python\n# (\S+)\n(.*?)^```$", README.read_text(), re.M | re.S):
+    for path, text in re.findall(r"^```{code-block} python\n:caption: (\S+)\n(.*?)^```$", PAGE.read_text(), re.M | re.S):
         target = folder / path
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(text)

@@ -25,7 +25,7 @@ PAGES = [
 HOOKS = [name for name in vars(ForgeSpecs) if name.startswith("forge_")]
 HOOKS_OF_PACKAGES = [
     *("forge_report_sections", "forge_representation_metrics", "forge_run_columns"),
-    *("forge_activations", "forge_norms", "forge_sequence_mixers", "forge_weight_layouts"),
+    *("forge_activations", "forge_dispatchers", "forge_norms", "forge_sequence_mixers", "forge_weight_layouts"),
     *("forge_connectors", "forge_fusions", "forge_image_processors", "forge_vision_encoders"),
 ]
 """Of kinds that packages of ours add, those that have a page."""

@@ -321,7 +321,7 @@ def _simulated(
     stages of a rank.
 
     Args:
-        known: what layouts share that cut the model alike; of those that have been simulated. It grows.
+        known: what layouts share that cut the model alike; it grows with each that is simulated.
     """
     pp, world = one.degrees["pp"], prod(plan.mesh.values())
     count = min(one.microbatches, 2 * pp) if pp > 1 else one.microbatches
