@@ -20,7 +20,8 @@ EP2 = [SPARSE, "train.batch_size=2", "train.steps=3", "parallel.ep=2"]
 def package(tmp_path_factory):
     """The page's files in a folder, installed as an installer would leave them."""
     folder = tmp_path_factory.mktemp("acme-dispatch")
-    for path, text in re.findall(r"^```{code-block} python\n:caption: (\S+)\n(.*?)^```$", PAGE.read_text(), re.M | re.S):
+    block = r"^```{code-block} python\n:caption: (\S+)\n(.*?)^```$"
+    for path, text in re.findall(block, PAGE.read_text(), re.M | re.S):
         target = folder / path
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(text)
