@@ -2,8 +2,9 @@
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from forge_plugins_moe.dispatch import Assignments, LocalDispatcher
+from forge_plugins_moe.dispatch import Assignments, LocalDispatcher, _few_tokens
 
 TOKENS, EXPERTS, TOP_K, DIM = 6, 4, 2, 8
 
@@ -34,3 +35,17 @@ def test_what_it_computes_and_its_gradients_are_those_of_a_sum_in_float64(top_k,
     torch.testing.assert_close(output, expected, rtol=1e-14, atol=1e-14)
     for found, wanted in zip(gradients(output), gradients(expected), strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-13 if found.dtype == torch.float64 else 1e-6, atol=0)
+
+
+class PlannedForGpu(FakeTensorMode):
+    gpu = "h100"
+
+
+@pytest.mark.parametrize(("mode", "parts"), [(PlannedForGpu, 1), (FakeTensorMode, 3)])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_plan_for_a_gpu_sums_all_tokens_at_once(mode, parts, threads, monkeypatch):
+    """Not as many as the threads of the machine on which it is made have room for."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    with mode():
+        place, rows = torch.empty(4096, 2, dtype=torch.int64), torch.empty(8192, 256)
+    assert len([*_few_tokens(place, rows)]) == parts

@@ -271,12 +271,13 @@ class _WeightAndSum(torch.autograd.Function):
 def _few_tokens(place: torch.Tensor, rows: torch.Tensor) -> Iterator[slice]:
     """All tokens of ``place``, ``(T, k)``; on a CPU so few at a time that their rows in fp32 stay in its caches."""
     n_tokens, top_k = place.shape
-    if rows.device.type != "cpu" or torch.compiler.is_compiling():
+    planned = getattr(getattr(rows, "fake_mode", None), "gpu", None)  # in a plan, whose tensors are on the CPU
+    if planned is not None or rows.device.type != "cpu" or torch.compiler.is_compiling():
         yield slice(n_tokens)
         return
     few = max(1, _CACHED * torch.get_num_threads() // (top_k * rows.shape[1]))
     starts: Sequence[int] = range(0, n_tokens, few)
-    if isinstance(rows, FakeTensor):  # in `forge plan`, which asks for memory alone: those between take no more
+    if isinstance(rows, FakeTensor):  # in a plan for a CPU: those between take no more memory
         starts = [*starts[:2], *starts[2:][-1:]]
     yield from (slice(first, first + few) for first in starts)
 
