@@ -120,6 +120,15 @@ def test_products_by_groups_are_planned_for_a_gpu_that_has_a_kernel_for_them(alo
     assert kept["a100-80"] > 1.2 * kept["h100"]
 
 
+def test_the_step_of_an_optimizer_is_planned_as_a_gpu_makes_it(alone, planned):
+    """Of many parameters at once; a CPU has one after the other."""
+    settings = "optimizer={name='lion', lr=1e-3}", "model.dim=256", "train.seq_len=8", "train.batch_size=1"
+    (cpu,), (gpu,) = (planned("--world-size", "1", *settings, *more)["stages"] for more in ((), ("--gpu", "h100")))
+
+    assert gpu["largest"]["optimizer"] == cpu["largest"]["optimizer"]
+    assert gpu["peak_bytes"] > cpu["peak_bytes"] + 0.8 * gpu["parameter_bytes"]
+
+
 def test_a_mixture_has_the_vocabulary_of_its_sources(alone, planned):
     """It was asked for by --vocab-size."""
     made = "{name='a', weight=1, source={name='synthetic', vocab_size=300}}"

@@ -171,6 +171,20 @@ def test_parameters_that_are_stepped_together_as_on_a_gpu_are_as_each_alone(kind
         assert_close(rounding, exact(together, parameters[name]), exact(alone, expected[name]))
 
 
+@pytest.mark.parametrize("elements", [2**26, 100])
+@pytest.mark.parametrize("kind", ["adafactor", "lion", "muon", "schedule_free_adamw", "sgd"])
+def test_parameters_in_fp32_that_are_stepped_together_are_as_each_alone(kind, elements, monkeypatch):
+    alone, expected = make(kind, torch.float32)
+    trained(alone, expected, 0, 5, left_out=(0, 3))
+    monkeypatch.setattr(foreach, "_fits_a_cache", lambda _: False)
+    monkeypatch.setattr(foreach, "_BUCKET", elements)
+    together, parameters = make(kind, torch.float32)
+    trained(together, parameters, 0, 5, left_out=(0, 3))
+
+    for name in SHAPES:
+        torch.testing.assert_close(parameters[name], expected[name], rtol=0, atol=1e-6)
+
+
 def assert_close(rounding: str, values: torch.Tensor, expected: torch.Tensor) -> None:
     """The last bit of a sum may decide how chance rounds one value of a thousand."""
     error = (values - expected).abs()

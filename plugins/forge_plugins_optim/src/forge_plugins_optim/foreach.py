@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -22,7 +21,7 @@ TAIL = "tail"
 _IN_CACHE = 2**16
 """Elements. Four such tensors in fp32 take 1 MiB."""
 _BUCKET = 2**26
-"""Elements whose fp32 values exist at one time beside what is kept."""
+"""Elements whose fp32 values exist at one time beside what is kept: a step makes some of each element."""
 
 
 class ForeachOptimizer(torch.optim.Optimizer):
@@ -150,12 +149,10 @@ class ForeachOptimizer(torch.optim.Optimizer):
                 gradient.masked_fill_(self.left_out.bool(), 0)
         return [local_tensor(parameter) for parameter in held], gradients
 
-    def buckets(self, held: Tensors, *, with_copies: bool) -> Iterator[Tensors]:
-        """Parameters that are updated together: on a CPU each alone, elsewhere all at once, or, where fp32 copies of
-        them are made, some."""
+    def buckets(self, held: Tensors) -> Iterator[Tensors]:
+        """Parameters that are updated together: on a CPU each alone, elsewhere as many as ``_BUCKET`` allows."""
         bucket, n_elements = Tensors(), 0
-        most = _BUCKET if with_copies else math.inf
-        limit = -1 if _fits_a_cache(held[0]) else most  # not 0: a part may be empty
+        limit = -1 if _fits_a_cache(local_tensor(held[0])) else _BUCKET  # not 0: a part may be empty
         for parameter in held:
             n_elements += local_tensor(parameter).numel()
             if bucket and (n_elements > limit or self.has_copy(bucket[0]) is not self.has_copy(parameter)):
@@ -170,7 +167,7 @@ class ForeachOptimizer(torch.optim.Optimizer):
         On a CPU they come in pieces that stay in its cache from the first operation to the last. A parameter that is
         split, or rounded by chance, is in fp32 for as long as the caller has its piece.
         """
-        for bucket in self.buckets(held, with_copies=any(map(self.has_copy, held))):
+        for bucket in self.buckets(held):
             parameters, gradients = self.parts(bucket)
             kept = [parameters, gradients, *(self.slot(bucket, name) for name in slots)]
             if self.is_split(bucket[0]):
@@ -244,7 +241,8 @@ class ForeachOptimizer(torch.optim.Optimizer):
 
 def _fits_a_cache(tensor: torch.Tensor) -> bool:
     """Whether small pieces, one after another, are faster than all at once: a CPU's cache has them."""
-    return tensor.device.type == "cpu"
+    planned = getattr(getattr(tensor, "fake_mode", None), "gpu", None)  # in a plan, whose tensors are on the CPU
+    return planned is None and tensor.device.type == "cpu"
 
 
 def _cut(lists: list[Tensors]) -> Iterator[list[Tensors]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from math import sqrt
 from typing import Any
@@ -45,10 +45,10 @@ class Muon(ForeachOptimizer):
 
     def update(self, group: dict[str, Any], held: Tensors) -> None:
         self.count(held)
-        averages = [average for bucket in self._buckets(held) for average in self._averages(bucket)]
+        averages = [average for bucket in self.buckets(held) for average in self._averages(bucket)]
         spread = [_laid_out_as(one, average) for one, average in zip(held, averages, strict=True)]
         steps = iter(self._orthogonal(held, spread))
-        for bucket in self._buckets(held):
+        for bucket in self.buckets(held):
             self._step(group, bucket, [local_tensor(next(steps)).float() for _ in bucket])
 
     def _orthogonal(self, held: Tensors, spread: Tensors) -> Tensors:
@@ -94,10 +94,6 @@ class Muon(ForeachOptimizer):
         self.move(parameters, steps, group["lr"])
         for one, parameter in zip(held, parameters, strict=True):
             self.keep(one, parameter)
-
-    def _buckets(self, held: Tensors) -> Iterator[Tensors]:
-        """Of weights that are split or rounded by chance there are fp32 copies, and of their gradients."""
-        return self.buckets(held, with_copies=any(map(self.has_copy, held)))
 
 
 def _scale(rule: str, shape: torch.Size) -> float:

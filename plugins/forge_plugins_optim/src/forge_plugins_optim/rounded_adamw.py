@@ -54,7 +54,7 @@ class RoundedAdamW(ForeachOptimizer):
         if self.compiled:
             self._step_compiled(group, held)
             return
-        for bucket in self.buckets(held, with_copies=True):
+        for bucket in self.buckets(held):
             weights = [self.exact(parameter) for parameter in bucket]
             kept = [[self.slot([one], name, self._dtype(one))[0] for one in bucket] for name in MOMENTS]
             moments = [[one.float() for one in own] for own in kept]

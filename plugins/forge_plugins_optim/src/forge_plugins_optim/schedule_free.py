@@ -126,7 +126,7 @@ class ScheduleFreeAdamW(ForeachOptimizer):
     def _parts_of(self, held: Tensors, factors: _Factors) -> Iterator[tuple[Tensors, _Factors]]:
         """As ``pieces`` has them."""
         start = 0
-        for bucket in self.buckets(held, with_copies=any(map(self.has_copy, held))):
+        for bucket in self.buckets(held):
             yield bucket, factors.of(slice(start, start + len(bucket)))
             start += len(bucket)
 
