@@ -185,6 +185,13 @@ def test_parameters_in_fp32_that_are_stepped_together_are_as_each_alone(kind, el
         torch.testing.assert_close(parameters[name], expected[name], rtol=0, atol=1e-6)
 
 
+def test_on_a_gpu_no_more_are_stepped_together_than_temporaries_may_take(monkeypatch):
+    monkeypatch.setattr(foreach, "_fits_a_cache", lambda _: False)
+    monkeypatch.setattr(foreach, "_BUCKET", 100)
+    lion, parameters = make("lion", torch.float32)
+    assert [len(one) for one in lion.buckets([*parameters.values(), parameters["b"]])] == [1, 2]
+
+
 def assert_close(rounding: str, values: torch.Tensor, expected: torch.Tensor) -> None:
     """The last bit of a sum may decide how chance rounds one value of a thousand."""
     error = (values - expected).abs()
