@@ -39,4 +39,9 @@ class Gpu:
         return self.memory_gib - _CONTEXT_GIB
 
 
+def planned_gpu(tensor: object) -> Gpu | None:
+    """The GPU in whose place a plan has this tensor, which is on the CPU and has no memory; ``None`` in a run."""
+    return getattr(getattr(tensor, "fake_mode", None), "gpu", None)
+
+
 _CONTEXT_GIB = 1.0

@@ -16,6 +16,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from forge_core.contracts.gpu import planned_gpu
+
 if TYPE_CHECKING:
     from forge_plugins_moe.visits import MeanVisits
 
@@ -271,8 +273,7 @@ class _WeightAndSum(torch.autograd.Function):
 def _few_tokens(place: torch.Tensor, rows: torch.Tensor) -> Iterator[slice]:
     """All tokens of ``place``, ``(T, k)``; on a CPU so few at a time that their rows in fp32 stay in its caches."""
     n_tokens, top_k = place.shape
-    planned = getattr(getattr(rows, "fake_mode", None), "gpu", None)  # in a plan, whose tensors are on the CPU
-    if planned is not None or rows.device.type != "cpu" or torch.compiler.is_compiling():
+    if planned_gpu(rows) or rows.device.type != "cpu" or torch.compiler.is_compiling():
         yield slice(n_tokens)
         return
     few = max(1, _CACHED * torch.get_num_threads() // (top_k * rows.shape[1]))

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from forge_core.contracts.gpu import planned_gpu
 from forge_core.contracts.model import Recompute
 from forge_plugins_dense.activation import activated
 from forge_plugins_dense.feed_forward import MLP
@@ -106,7 +107,7 @@ def _shapes(layer: nn.Module) -> list[tuple[str, torch.Size, torch.dtype]]:
 
 def _is_grouped(weight: torch.Tensor) -> bool:
     """A GPU without a kernel for all groups takes them one by one, and its host waits for the counts (torch 2.13)."""
-    planned = getattr(getattr(weight, "fake_mode", None), "gpu", None)  # in a plan, whose tensors are on the CPU
+    planned = planned_gpu(weight)
     if planned is None and weight.device.type != "cuda":
         return takes_grouped(weight)
     capability = planned.capability if planned else torch.cuda.get_device_capability(weight.device)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from forge_core.contracts.gpu import planned_gpu
 from forge_core.contracts.optimizer import NamedParameter
 from forge_core.ops.local_tensor import local_tensor
 from forge_plugins_optim.compiled_step import CompiledStep, Number
@@ -241,8 +242,7 @@ class ForeachOptimizer(torch.optim.Optimizer):
 
 def _fits_a_cache(tensor: torch.Tensor) -> bool:
     """Whether small pieces, one after another, are faster than all at once: a CPU's cache has them."""
-    planned = getattr(getattr(tensor, "fake_mode", None), "gpu", None)  # in a plan, whose tensors are on the CPU
-    return planned is None and tensor.device.type == "cpu"
+    return tensor.device.type == "cpu" and planned_gpu(tensor) is None
 
 
 def _cut(lists: list[Tensors]) -> Iterator[list[Tensors]]:
