@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import threading
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from errno import ELOOP, ENOENT
 from pathlib import Path
+from stat import S_ISDIR
 from typing import Any, TypeVar
 
 import attrs
@@ -316,13 +319,11 @@ def find_checkpoint(
 def _is_checkpoint(path: Path) -> bool:
     """Otherwise it is a run's directory."""
     try:
-        if path.name.startswith("step_") or (path / FILE_NAME).exists():
-            return True
-        if path.is_dir():
-            return False
+        return path.name.startswith("step_") or FILE_NAME in os.listdir(path)  # noqa: PTH208
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise ConfigError(f"there is no directory {path}; give a run's directory or a checkpoint's") from error
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
-    raise ConfigError(f"there is no directory {path}; give a run's directory or a checkpoint's")
 
 
 def open_checkpoint(path: Path, problem_of: Callable[[Path], str | None] | None = None) -> Checkpoint:
@@ -412,6 +413,6 @@ def _refuse_newer(path: Path) -> None:
 
 def _may_be_folder(path: Path) -> bool:
     try:
-        return path.is_dir()
-    except OSError:
-        return True  # what is wrong with it is said when it is looked at
+        return S_ISDIR(path.stat().st_mode)
+    except OSError as error:  # what else is wrong with it is said when it is looked at
+        return error.errno not in (ENOENT, ELOOP)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import reduce
 from pathlib import Path
+from stat import S_ISREG
 from typing import Any
 
 import attrs
@@ -124,11 +124,10 @@ def _refuse_if_nothing(resume: str) -> None:
         "of a checkpoint or of a run"
     )
     try:
-        path = Path(resume).expanduser()
-        if path.is_file():
+        if S_ISREG(Path(resume).expanduser().stat().st_mode):
             raise ConfigError(f"{expected}, and this is a file")
-        if not path.exists():
-            raise ConfigError(f"{expected}, and there is nothing of that name")
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise ConfigError(f"{expected}, and there is nothing of that name") from error
     except (OSError, ValueError, RuntimeError) as error:
         raise ConfigError(f"{expected}, and it cannot be looked at ({error})") from error
 
@@ -235,7 +234,7 @@ def restore(
     """
     state, saved = run_on_all_ranks(lambda: (checkpoint.state(), checkpoint.saved_tensors()))
     own = run_on_all_ranks(lambda: module_changes(model.parts, state.get("modules", {})))
-    here = reduce(operator.or_, mesh.gather_over("pp", module_versions(model.parts)))
+    here = reduce(lambda one, other: one | other, mesh.gather_over("pp", module_versions(model.parts)))
     run_on_all_ranks(lambda: refuse_versions_lost(state.get("modules", {}), here))
     changes = reduce(Changes.joined, mesh.gather_over("pp", own))
     names = {changes.then.get(name, name): parameter for name, parameter in model.parameters.items()}

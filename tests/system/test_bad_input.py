@@ -63,7 +63,11 @@ OVERRIDES = {
     ),
     "weights at a path that the system does not take": (
         ["checkpoint.load.path=" + "x" * 300],
-        "cannot be: File name too long",
+        "File name too long",
+    ),
+    "a start at a path that the system does not take": (
+        ["checkpoint.resume=" + "x" * 300],
+        "and it cannot be looked at ([Errno 36] File name too long",
     ),
     "canonical correlations of more features than samples": (
         ['evaluations=[{name="representations", samples=32, metric="cca"}]'],

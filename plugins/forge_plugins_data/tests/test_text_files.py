@@ -232,6 +232,34 @@ def test_a_link_to_what_is_not_there_is_refused_unless_it_is_excluded(tmp_path, 
     assert len(open_text(".", exclude=("b.txt",))) == len(open_text("a.txt"))
 
 
+@pytest.mark.parametrize(
+    ("path", "pattern", "is_needed"),
+    [
+        (".", "**/*.txt", True),
+        (".", "b/c*/*.txt", True),
+        (".", "b/*.txt", False),
+        ("**/*.txt", None, True),
+        ("b/c", "*.txt", True),
+        ("*/*.txt", None, False),
+    ],
+)
+def test_a_folder_that_may_not_be_read_is_refused_where_its_files_could_match(
+    tmp_path, open_text, monkeypatch, path, pattern, is_needed
+):
+    (tmp_path / "b" / "c").mkdir(parents=True)
+    (tmp_path / "b" / "one.txt").write_text("text " * 100)
+    (tmp_path / "b" / "c" / "two.txt").write_text("text " * 100)
+    may = os.access  # root may read anything
+    monkeypatch.setattr(os, "access", lambda place, mode: Path(place).name != "c" and may(place, mode))
+    keys = {"path": str(tmp_path / path), **({} if pattern is None else {"pattern": pattern})}
+
+    if not is_needed:
+        assert open_text(**keys)
+        return
+    with pytest.raises(ConfigError, match=f"no permission to read the folder {tmp_path}/b/c, where files may match"):
+        open_text(**keys)
+
+
 def test_names_of_files_may_be_no_utf8_and_have_spaces_or_lines(tmp_path, open_text):
     names = [os.fsdecode(name) for name in (b"a b.txt", b"c\nd.txt", b"\xff\xfe.txt", "grüße.txt".encode())]
     try:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import glob
+import os
 import sysconfig
 from collections import Counter
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -98,7 +100,8 @@ def expanded(path: str) -> Path:
     """
     try:
         location = Path(path).expanduser()
-        location.is_file()
+        with suppress(FileNotFoundError, NotADirectoryError):
+            location.stat()  # from Python 3.14 on, `is_file` raises nothing
     except OSError as error:
         raise ConfigError(f"the path {path!r} cannot be looked at: {error.strerror}") from error
     except RuntimeError as error:
@@ -157,6 +160,8 @@ def _find(path: str, patterns: Sequence[str]) -> list[SelectedFile]:
 
 
 def _find_in_folder(folder: Path, patterns: Sequence[str]) -> list[SelectedFile]:
+    for pattern in patterns:
+        _refuse_unreadable(folder, pattern)
     files = list({file for pattern in patterns for file in _matches(folder, pattern)})
     if files:
         return files
@@ -175,10 +180,24 @@ def _find_by_glob(location: Path) -> list[SelectedFile]:
     parts = location.parts
     literal = next(i for i, part in enumerate(parts) if glob.has_magic(part))
     root, rest = Path(*parts[:literal]), Path(*parts[literal:])
+    _refuse_unreadable(root, str(rest))
     files = _matches(root, str(rest))
     if not files:
         raise ConfigError(f"no file matches {str(location)!r}")
     return files
+
+
+def _refuse_unreadable(root: Path, pattern: str) -> None:
+    """A glob passes over a folder that it may not read, and the text in it would be missing without a word."""
+    parts = pattern.split("/")
+    for depth in range(len(parts)):
+        above = "/".join([*parts[:depth], ""])
+        folders = [root, *(root / name for name in glob.glob(above, root_dir=root, recursive=True))]  # noqa: PTH207
+        if folder := next((one for one in folders if not os.access(one, os.R_OK | os.X_OK)), None):
+            raise ConfigError(
+                f"there is no permission to read the folder {folder}, where files may match {pattern!r}; allow it, or "
+                "choose a pattern that does not look there"
+            )
 
 
 def _matches(root: Path, pattern: str) -> list[SelectedFile]:
