@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -37,7 +38,9 @@ OFTEN = "checkpoint.interval=5"
 def complete(fresh, index):
     """An environment with ``forge-train`` and all that its extras bring."""
     installation = fresh()
-    installation.pip("install", "-q", "--find-links", index, "forge-train[hf,interp,moe,testing,torchft,vlm]")
+    replicas = "forge-train[torchft]" if find_spec("torchft") else "forge-plugins-torchft"  # no wheel for this Python
+    extras = "forge-train[hf,interp,moe,testing,vlm]"
+    installation.pip("install", "-q", "--find-links", index, extras, replicas)
     return installation
 
 

@@ -45,6 +45,7 @@ min_replicas = 2
 
 @pytest.mark.nightly
 def test_two_of_them_train_as_one_process_does(stand_in, tmp_path: Path) -> None:
+    pytest.importorskip("torchft")
     (tmp_path / "one.toml").write_text(JOB)
     (tmp_path / "both.toml").write_text(JOB + TORCHFT)
 

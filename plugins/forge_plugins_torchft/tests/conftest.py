@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,9 @@ import torch
 import fork_server
 from forge_core.checkpoint.store import CheckpointStore
 from forge_plugins_torchft.config import HOST, LIGHTHOUSE, NAME
+
+collect_ignore_glob = [] if find_spec("torchft") else ["test_*.py"]
+"""torchft has no wheel for Python 3.14, nor for macOS."""
 
 TOML = """
 [run]
