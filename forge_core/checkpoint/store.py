@@ -274,9 +274,7 @@ class CheckpointStore:
         for step in steps:
             self.folder(step).rename(self.path / f".{self.folder(step).name}.removed")
         flush(self.path)
-        self._removal = threading.Thread(
-            target=self.remove_unfinished, args=(".step_*.removed",), name="forge-checkpoint-removal"
-        )
+        self._removal = threading.Thread(target=self.remove_unfinished, args=(".step_*.removed",), name="forge-removal")
         self._removal.start()
 
     def finish_removing(self) -> None:

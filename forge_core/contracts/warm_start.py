@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     import torch
 
     from forge_core.config.sections import Job
+    from forge_core.contracts.tokenizer import Tokenizer
     from forge_core.distributed.mesh import Mesh
     from forge_core.registry.catalog import Catalog
     from forge_core.train.build import BuiltModel
@@ -28,6 +29,14 @@ class WarmStart(ABC):
 
         Raises:
             ConfigError: there is no such source, or it has not what is asked for.
+        """
+
+    def look_at(self, tokenizer: Tokenizer | None) -> None:  # noqa: B027  # most need nothing
+        """Called once the data are open, with their tokenizer, if they have one. Weights that know what tokens of
+        another tokenizer mean can be told of, or refused. By default nothing is done.
+
+        Raises:
+            ConfigError: the weights are of no use with it.
         """
 
     @property

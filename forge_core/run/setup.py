@@ -160,6 +160,8 @@ def prepare(begun: Begun) -> RunSetup:
     # what a component refuses on one device and not on another is known now that `auto` is
     check_device(attrs.evolve(job, run=attrs.evolve(job.run, device=cast("Any", device.type))), catalog)
     source = open_source(job, job.data, "data", "train", build, peers.beat)
+    if warm_start is not None:
+        warm_start.look_at(source.tokenizer)
     begun.directory.refuse_if_unwritable()
     if job.checkpoint.frozen == "once":
         run_on_rank0(lambda: refuse_without_links(begun.store.path))

@@ -111,8 +111,7 @@ def _loaded(prepared: RunSetup) -> str:
 
 
 def _start_words(prepared: RunSetup) -> str:
-    checkpoint = prepared.checkpoint
-    if checkpoint is None:
+    if (checkpoint := prepared.checkpoint) is None:
         loaded = _loaded(prepared)
         return f"fresh start with tensors of {loaded}" if loaded else "fresh start"
     is_own = checkpoint.path.parent == prepared.store.path.resolve()

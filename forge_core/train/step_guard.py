@@ -236,7 +236,8 @@ class StepGuard:
             reason, what = "spike", "the norm of the gradient is a spike"
         elif not found:
             what = "an input of another replica is not finite"
-        self._run.log(f"step {checked.step}: {what}; its update is left out (samples {_listed(_spans(ranges))})")
+        spans = [str(first) if first == last else f"{first} to {last}" for first, last in ranges]
+        self._run.log(f"step {checked.step}: {what}; its update is left out (samples {_listed(spans)})")
         if (origin := self._origin_of(checked, found)) is not None:
             self._run.log(f"step {checked.step}: the first output that is not finite is that of {origin}")
         self._run.directory.write_event(
@@ -315,10 +316,6 @@ def _described(found: Sequence[_Found]) -> str:
     ranks = [str(one.rank) for one in found]
     where = f" on rank{'s' * (len(ranks) > 1)} {_listed(ranks)}" if dist.get_world_size() > 1 else ""
     return f"{' and '.join(parts)}{where} {'is' if len(parts) == 1 else 'are'}"
-
-
-def _spans(ranges: Sequence[Sequence[int]]) -> list[str]:
-    return [str(first) if first == last else f"{first} to {last}" for first, last in ranges]
 
 
 def _listed(names: Sequence[str]) -> str:

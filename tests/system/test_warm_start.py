@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 from forge_core.checkpoint.store import open_checkpoint
 from forge_core.cli import main
@@ -58,6 +59,23 @@ def test_weights_alone_begin_a_run_at_step_0(start, source, capsys):
     said = capsys.readouterr().out
     assert f"fresh start with tensors of {source}" in said
     assert "left out by checkpoint.load: 75 tensors (optimizer." in said
+
+
+def test_weights_that_know_other_tokens_by_the_same_ids_are_said(start, source, tmp_path, capsys):
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    other = Tokenizer(models.BPE({one: index for index, one in enumerate([*letters, "</s>"])}, []))
+    other.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    other.save(str(tmp_path / "tokenizer.json"))
+
+    start()
+    same = capsys.readouterr().out
+    start(f'data.tokenizer={{name="tokenizer_file", path="{tmp_path}/tokenizer.json"}}', "checkpoint.resume=never")
+
+    assert "another tokenizer" not in same
+    assert (
+        f"warning: checkpoint.load: {source} was trained with another tokenizer, by which these ids are other tokens; "
+        f"give the data that one, which is in {source}/tokenizer, or train the embedding anew\n"
+    ) in capsys.readouterr().out
 
 
 def test_the_other_half_is_the_optimizer_s_state(start, source, shared_tiny):

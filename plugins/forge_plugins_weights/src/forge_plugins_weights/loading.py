@@ -82,7 +82,7 @@ def load_model(
     _fold(model, checkpoint, averages, folded_weights(job, checkpoint, build, catalog_of(job, catalog)))
     if dtype is not None:
         cast_parameters(model, dtype)
-    return LoadedModel(job, model, _tokenizer(state.get("tokenizer"), checkpoint, build))
+    return LoadedModel(job, model, saved_tokenizer(checkpoint, build))
 
 
 def folded_weights(job: Job, checkpoint: Checkpoint, build: ComponentBuilder, catalog: Catalog) -> Mapping[str, Folded]:
@@ -207,7 +207,7 @@ def _build(
     job, state, build = context.job, checkpoint.state(), ComponentBuilder(catalog)
     averages = _averages(checkpoint, weights)
     _refuse_leading_outside(job, checkpoint)
-    tokenizer = _tokenizer(state.get("tokenizer"), checkpoint, build)
+    tokenizer = saved_tokenizer(checkpoint, build)
     evaluated = EvaluatedData(job, TrainedOn(state["vocab_size"], tokenizer), build, lambda: None)
     named = {one.label: one for one in build_evaluations(job, build, evaluated, tokenizer)}
     validation = evaluated(job.eval.data, "eval.data") if job.eval.interval else None
@@ -316,7 +316,13 @@ def _refuse_large_buffers(checkpoint: Checkpoint, model: nn.Module) -> None:
             )
 
 
-def _tokenizer(table: Mapping[str, object] | None, checkpoint: Checkpoint, build: ComponentBuilder) -> Tokenizer | None:
+def saved_tokenizer(checkpoint: Checkpoint, build: ComponentBuilder) -> Tokenizer | None:
+    """Build the tokenizer that a checkpoint has beside its tensors, if its data had one.
+
+    Raises:
+        ConfigError: it names a file that the manifest does not, or it cannot be built.
+    """
+    table = checkpoint.state().get("tokenizer")
     if table is None:
         return None
     folder = checkpoint.path / "tokenizer"

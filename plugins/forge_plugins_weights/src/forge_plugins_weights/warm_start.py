@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -20,14 +20,16 @@ from forge_core.config.problems import ConfigProblems, Problem, key_path
 from forge_core.config.sections import Job, LoadSection
 from forge_core.contracts.model import longest_first
 from forge_core.contracts.parallel_pass import AddingPass
+from forge_core.contracts.tokenizer import Tokenizer
 from forge_core.contracts.warm_start import WarmStart
-from forge_core.distributed.collective_errors import run_on_all_ranks
+from forge_core.distributed.collective_errors import run_on_all_ranks, run_on_rank0
 from forge_core.distributed.mesh import Mesh
 from forge_core.errors import ConfigError, nearest
 from forge_core.job import adding_passes
 from forge_core.registry.catalog import Catalog
 from forge_core.train.build import BuiltModel
 from forge_plugins_weights.foreign_weights import ForeignWeights, find_foreign_weights
+from forge_plugins_weights.loading import saved_tokenizer
 
 _WEIGHTS = ("model.", "evaluation.")
 
@@ -78,6 +80,12 @@ class LoadedTensors(WarmStart):
                 state of this optimizer; or two sections load the same tensor.
         """
         self._starts = _choose_all(self._job, self._catalog, self._say)
+
+    def look_at(self, tokenizer: Tokenizer | None) -> None:
+        """Say which of the runs had another tokenizer: their embedding knows its ids, and not those of this one."""
+        if tokenizer is not None:
+            for line in run_on_rank0(lambda: [*_other_tokenizers(self._starts, tokenizer, self._catalog)]):
+                self._say(line)
 
     @property
     def sources(self) -> Sequence[Path]:
@@ -132,6 +140,22 @@ def _choose_all(job: Job, catalog: Catalog, report: Callable[[str], None]) -> li
                 )
         starts.append(start)
     return starts
+
+
+def _other_tokenizers(starts: Sequence[_Chosen], tokenizer: Tokenizer, catalog: Catalog) -> Iterator[str]:
+    for start in starts:
+        if isinstance(start.checkpoint, ForeignWeights):
+            continue
+        try:
+            theirs = saved_tokenizer(start.checkpoint, ComponentBuilder(catalog))
+        except ConfigError:  # such as that its package is not installed; the weights do without
+            continue
+        if theirs is not None and theirs.fingerprint != tokenizer.fingerprint:
+            yield (
+                f"warning: {start.key}: {start.checkpoint.path} was trained with another tokenizer, by which these ids "
+                f"are other tokens; give the data that one, which is in {start.checkpoint.path / 'tokenizer'}, or "
+                "train the embedding anew"
+            )
 
 
 def _load(start: _Chosen, model: BuiltModel, optimizer: torch.optim.Optimizer, mesh: Mesh) -> set[str]:
