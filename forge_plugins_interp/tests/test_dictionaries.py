@@ -20,7 +20,7 @@ from forge_core.errors import ConfigError
 from forge_core.registry.discovery import discover
 from forge_plugins_interp.autoencoders import similarity
 from forge_plugins_interp.autoencoders.codes import batch_top_k, jump_relu, step, top_k
-from forge_plugins_interp.autoencoders.config import AutoencoderEvaluationConfig, TopKConfig
+from forge_plugins_interp.autoencoders.config import AutoencoderEvaluationConfig, JumpReluConfig, TopKConfig
 from forge_plugins_interp.autoencoders.dictionary import Dictionary
 from forge_plugins_interp.autoencoders.evaluation import Explained
 from forge_plugins_interp.autoencoders.model import Autoencoder
@@ -57,6 +57,28 @@ def test_codes_are_their_definitions():
     threshold.grad = None
     step(pre, threshold, 0.1).sum().backward()
     assert threshold.grad.tolist() == pytest.approx([0.0, 0.0, 0.0, -1 / 0.1])
+
+
+def test_a_threshold_learns_from_values_near_it_alone():
+    config = JumpReluConfig(width=4, latents=6, l0_coefficient=0.0, bandwidth=0.5, initial_threshold=0.1)
+    dictionary = Dictionary(config).double()
+    with torch.no_grad():
+        for tensor in dictionary.parameters():
+            tensor.normal_(generator=torch.Generator().manual_seed(1))
+        dictionary.log_threshold.fill_(math.log(0.1))  # below half of the bandwidth
+    x = torch.randn(50, 4, generator=torch.Generator().manual_seed(2)).double()
+    weights = torch.randn(50, 6, generator=torch.Generator().manual_seed(3)).double()
+    codes = []
+    dictionary.code.register_forward_hook(lambda _, __, code: codes.append(code))
+
+    dictionary(x)
+    (codes[0] * weights).sum().backward()
+
+    # arXiv 2407.14435, equation 11, of what the encoder gives; as log θ is learned, with one more factor θ
+    pre = F.linear(x - dictionary.decoder_bias, dictionary.encoder, dictionary.encoder_bias)
+    near = ((pre - 0.1) / 0.5).abs() < 1 / 2
+    assert bool((pre[near] < 0).any())
+    assert torch.allclose(dictionary.log_threshold.grad, -0.1 * 0.1 / 0.5 * (weights * near).sum(0))
 
 
 def test_dead_latents_learn_from_what_is_left_over():

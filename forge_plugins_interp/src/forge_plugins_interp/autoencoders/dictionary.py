@@ -124,7 +124,7 @@ class Dictionary(nn.Module):
         config = self.config
         if self.log_threshold is not None:
             assert isinstance(config, JumpReluConfig), "it has thresholds"
-            return jump_relu(pre.relu(), self.log_threshold.exp(), config.bandwidth)
+            return jump_relu(pre, self.log_threshold.exp(), config.bandwidth)
         assert isinstance(config, TopKConfig), "all others are by the largest"
         if isinstance(config, BatchTopKConfig):
             return batch_top_k(pre, config.k, valid) if self.training else pre * (pre > self.threshold.clamp(min=0))
