@@ -459,6 +459,10 @@ def test_the_released_configurations_are_read(decoder):
             SLIDING | {"layer_types": ["sliding_attention"] * 3, "use_sliding_window": False},
             "layer_types has sliding_attention, and use_sliding_window is false",
         ),
+        (  # as Qwen2MoeConfig has it, whose model then sees nothing
+            SLIDING | {"layer_types": ["sliding_attention"] * 3, "use_sliding_window": False, "sliding_window": 0},
+            "layer_types has sliding_attention, and use_sliding_window is false",
+        ),
         ({**DEEPSEEK, "architectures": ["DeepseekV3ForCausalLM"], "rope_interleave": False}, "rope_interleave = False"),
         ({**DEEPSEEK, "architectures": ["DeepseekV2ForCausalLM"], "norm_topk_prob": True}, "norm_topk_prob = True"),
         ({**DEEPSEEK, "architectures": ["DeepseekV2ForCausalLM"], "topk_method": "noaux_tc"}, "greedy and group_lim"),
@@ -558,6 +562,11 @@ SIGMOID: dict[str, Any] = {"router": "sigmoid_topk", "shared_experts": 1}
         ),
         ({"norm": "layernorm"}, {}, "rmsnorm"),
         ({}, {"router": "sigmoid_topk"}, "Glm4MoeForCausalLM: there must be shared_experts"),
+        (
+            {"yarn": {"factor": 4.0, "original_max_seq_len": 16}, "rotary_fraction": 0.5},
+            SIGMOID,
+            "yarn and partial_rotary_factor = 0.5 has another attention than ours",
+        ),
         (LATENT, {}, "DeepseekV2ForCausalLM: the weights of a token must be those of the softmax"),
         (LATENT, {"router": GROUPED | {"group_score": "top2_sum"}, "shared_experts": 1}, "group_score must be max"),
         (LATENT, {"router": GROUPED | {"bias_rate": 0.1}, "shared_experts": 1}, "there must be no bias_rate"),
@@ -585,6 +594,17 @@ def test_what_files_of_deepseek_have_more_is_left_out_or_refused(decoder):
     assert from_hf_state(files, plain).keys() == decoder(**LATENT, feed_forward=layer, seed=None).state_dict().keys()
     with pytest.raises(ConfigError, match="float8"):
         from_hf_state(files | {"model.layers.1.self_attn.o_proj.weight_scale_inv": torch.zeros(1)}, plain)
+
+
+def test_factors_of_the_part_of_a_head_that_is_rotated_go_there_and_back(decoder):
+    factors = {"short_factor": [1.0, 2.0], "long_factor": [2.0, 3.0], "original_max_seq_len": 16}
+    layer = {"name": "moe", "n_experts": 4, "hidden_dim": 24, **SIGMOID}
+    config = decoder(long_rope=factors, rotary_fraction=0.5, feed_forward=layer, seed=None).config
+
+    again = decoder(config_from_hf(hf_config(config, vocab_size=50)), seed=None).config
+
+    assert again.rotary_fraction == 0.5
+    assert again.long_rope == config.frequency_scaling
 
 
 def test_missing_and_unexpected_weights_are_named(decoder):

@@ -164,6 +164,8 @@ def _as_dense(config: TransformerConfig) -> TransformerConfig:
     apart: Table = {"attention_bias": "none", "rotary_fraction": 1.0, "qk_norm_over": "head"}
     if (latent := latent_of(config)) is not None:
         apart |= {"mixer": None, "head_dim": latent.rotary_dim}
+    if config.rotary_fraction != 1:  # whole heads would take more factors
+        apart["long_rope"] = None
     return attrs.evolve(without_windows(config), feed_forward=moe_of(config).dense, **apart)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from forge_plugins_dense.config import TransformerConfig
+from forge_plugins_dense.huggingface import rope_to_hf
 from forge_plugins_moe.huggingface_deepseek import problems_of_experts, read_experts, write_experts
 
 DEFAULTS = {
@@ -32,15 +33,21 @@ def read(hf: Mapping[str, Any], table: dict[str, Any]) -> None:
 
 
 def write(config: TransformerConfig, table: dict[str, Any]) -> None:
-    """Same as ``Architecture.write``."""
+    """Same as ``Architecture.write``.
+
+    Raises:
+        ConfigError: it stretches frequencies of a part of a head in another way.
+    """
     write_experts(config, table)
+    rope = rope_to_hf(config) | {"partial_rotary_factor": config.rotary_fraction}
     table |= {
         "use_qk_norm": config.qk_norm,
         "attention_bias": config.attention_bias == "qkv",
         "partial_rotary_factor": config.rotary_fraction,
         "num_nextn_predict_layers": 0,
+        "rope_scaling": rope if rope["rope_type"] != "default" else None,
+        "rope_parameters": rope | {"rope_theta": config.rope_theta},
     }
-    table["rope_parameters"] = {**table["rope_parameters"], "partial_rotary_factor": config.rotary_fraction}
 
 
 def problems(config: TransformerConfig) -> Iterator[str]:

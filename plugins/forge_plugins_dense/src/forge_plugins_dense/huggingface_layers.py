@@ -80,11 +80,11 @@ def used_windows_from_hf(hf: Mapping[str, Any], slides: Callable[[int], bool]) -
     """Same as ``windows_from_hf``, of a family that has windows only with ``use_sliding_window``, as Qwen.
 
     Raises:
-        ConfigError: as ``windows_from_hf``; or a layer has a window, and windows are not used.
+        ConfigError: as ``windows_from_hf``; or a layer has a window, of 0 as well, and windows are not used.
     """
     uses = hf.get("use_sliding_window", False)
     windows = windows_from_hf(hf, lambda number: uses and slides(number))
-    if any(windows) and not uses:
+    if "sliding_attention" in (hf.get("layer_types") or ()) and not uses:
         raise ConfigError("layer_types has sliding_attention, and use_sliding_window is false; one of the two is wrong")
     return windows
 
