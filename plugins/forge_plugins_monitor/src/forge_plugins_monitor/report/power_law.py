@@ -9,7 +9,10 @@ import attrs
 import numpy as np
 
 _TRIED = 400
-"""Irreducible losses that are tried."""
+"""Irreducible losses that are tried at a time."""
+_TIMES = 3
+"""So often they are tried, each time between the neighbours of the best: what is printed of a law then follows from
+the losses."""
 
 
 @attrs.frozen
@@ -47,7 +50,15 @@ def fit(
     log_x, y = np.log(np.asarray(x, dtype=np.float64)), np.asarray(loss, dtype=np.float64)
     share = np.ones_like(y) if weights is None else np.asarray(weights, dtype=np.float64)
     share = share / share.sum()
-    floors = y.min() * np.arange(_TRIED if with_floor else 1) / _TRIED
+    law, floor, step = _best(log_x, y, share, np.zeros(1)), 0.0, y.min() / _TRIED
+    for _ in range(_TIMES if with_floor else 0):
+        law = _best(log_x, y, share, floor + step * np.arange(_TRIED))
+        floor, step = max(0.0, law.floor - step), 2 * step / _TRIED
+    return law
+
+
+def _best(log_x: np.ndarray, y: np.ndarray, share: np.ndarray, floors: np.ndarray) -> PowerLaw:
+    """Of the laws with these ``floors``."""
     logs = np.log(y - floors[:, None])  # (floors, points)
 
     centre, means = log_x @ share, logs @ share
