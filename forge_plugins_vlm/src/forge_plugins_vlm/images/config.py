@@ -124,7 +124,8 @@ class TilesConfig(OfSeveralTiles):
     """The picture cut into tiles, row by row, each row ended by a learned token, and then the whole of it as one tile.
 
     Its longer side becomes as many tiles as it fills, up to ``longest``, and the shorter side as many as then keep its
-    shape, rounded up. One that fits into a single tile is that tile alone. (Idefics 3, nanoVLM)
+    shape, rounded up. One that fits into a single tile is that tile alone. (nanoVLM; Idefics 3 enlarges every picture
+    to ``longest`` tiles first)
     """
 
     longest: int = attrs.field(default=4, validator=and_(ge(1), le(32)))
