@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import csv
 
+import numpy as np
 import pytest
 import torch
 
 from forge_core.cli import main
 from forge_core.errors import ConfigError
 from forge_plugins_interp.principal_components import Moments
-from forge_plugins_interp.spectrum import spectrum_of
+from forge_plugins_interp.spectrum import Spectrum, spectrum_of
 from forge_plugins_interp.store import Store
 from forge_testing.json_output import json_of
 
@@ -35,6 +36,15 @@ def test_a_power_law_is_found_with_its_exponent():
     assert found.dimensions == pytest.approx(float(variances.sum() ** 2 / variances.square().sum()))
     shares = variances.cumsum(0) / variances.sum()
     assert found.components_for(0.9) == int((shares < 0.9).sum()) + 1
+
+
+def test_an_exponent_is_that_of_published_code_where_there_is_no_power_law():
+    ranks = torch.arange(1, 101, dtype=torch.float64)
+    spectrum = Spectrum(variances=ranks**-0.8 * torch.exp(-ranks / 40), rows=500)
+
+    weights = (1 / ranks[10:]).sqrt().numpy()  # numpy squares them
+    slope, _ = np.polyfit(ranks[10:].log().numpy(), spectrum.variances[10:].log().numpy(), 1, w=weights)
+    assert spectrum.exponent(11, 100) == pytest.approx(-slope)
 
 
 @pytest.mark.parametrize(("variances", "dimensions"), [([1.0] * 8, 8), ([1.0, *[0.0] * 7], 1), ([0.0] * 8, 0)])

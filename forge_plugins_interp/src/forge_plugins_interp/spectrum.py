@@ -34,16 +34,17 @@ class Spectrum:
         return int((self.variances.cumsum(0) < share * total).sum()) + 1 if total > 0 else 0
 
     def exponent(self, first: int, last: int) -> float | None:
-        """α of λₙ ~ n^−α (Stringer et al. 2019): the slope of log λ against log n over the ``first`` to the ``last``
-        component, or as far as there are any. ``None`` for fewer than three."""
+        """α of λₙ ~ n^−α: the slope of log λ against log n over the ``first`` to the ``last`` component, or as far as
+        there are any; each has the weight 1 / n, as in the code of Stringer et al. 2019, so that equal stretches of
+        log n count alike. ``None`` for fewer than three."""
         known = self.variances[: self.rows - 1]
         last = min(last, int((known > known[:1] * torch.finfo(torch.float32).eps).sum()))
         if last - first + 1 < _LEAST_RANKS:
             return None
-        ranks = torch.arange(first, last + 1, dtype=torch.float64).log()
-        heights = known[first - 1 : last].log()
-        ranks, heights = ranks - ranks.mean(), heights - heights.mean()
-        return -float((ranks @ heights) / (ranks @ ranks))
+        ranks, heights = torch.arange(first, last + 1, dtype=torch.float64), known[first - 1 : last].log()
+        shares = 1 / ranks / (1 / ranks).sum()
+        away = ranks.log() - shares @ ranks.log()
+        return -float((shares * away) @ heights / (shares @ away.square()))
 
 
 def spectrum_of(batches: Iterable[torch.Tensor], site: str) -> Spectrum:
