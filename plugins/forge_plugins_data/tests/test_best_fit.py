@@ -19,30 +19,37 @@ END = 7
 ROOM = 16
 
 
-def plain_best_fit(lengths, room):
-    """Each piece, the longest first, goes where the least room is left over."""
+def plain_best_fit(lengths, room, counts, most):
+    """Each piece, the longest first, goes where the least room is left over, and of those where the count is largest;
+    one that fills a sample has it for itself."""
     samples = []
     for piece in sorted(range(len(lengths)), key=lambda one: -lengths[one]):
-        fitting = [one for one in samples if one["room"] >= lengths[piece]]
+        length, count = lengths[piece], counts[piece]
+        fitting = [one for one in samples if length < room and one["room"] >= length and one["count"] + count <= most]
         if not fitting:
-            samples.append(sample := {"room": room, "pieces": []})
+            samples.append(sample := {"room": room, "count": 0, "pieces": []})
         else:
-            sample = min(fitting, key=lambda one: one["room"])
-        sample["room"] -= lengths[piece]
+            sample = min(fitting, key=lambda one: (one["room"], -one["count"]))
+        sample["room"] -= length
+        sample["count"] += count
         sample["pieces"].append(piece)
     return samples
 
 
+@pytest.mark.parametrize("most", [0, 1, 4])
 @pytest.mark.parametrize("seed", range(100))
-def test_pieces_are_packed_as_the_published_algorithm_packs_them(seed):
+def test_pieces_are_packed_as_the_published_algorithm_packs_them(seed, most):
     rng = np.random.default_rng(seed)
     lengths = rng.integers(1, ROOM + 1, rng.integers(1, 60))
+    counts = rng.integers(0, most + 1, len(lengths))
 
-    order, bounds = best_fit(lengths, ROOM)
+    order, bounds = best_fit(lengths, ROOM, counts, most)
     samples = [order[start:stop].tolist() for start, stop in itertools.pairwise(bounds)]
 
-    expected = plain_best_fit(lengths.tolist(), ROOM)
-    assert sorted(ROOM - lengths[one].sum() for one in samples) == sorted(one["room"] for one in expected)
+    expected = plain_best_fit(lengths.tolist(), ROOM, counts.tolist(), most)
+    found = sorted((ROOM - lengths[one].sum(), counts[one].sum()) for one in samples)
+    assert found == sorted((one["room"], one["count"]) for one in expected)
+    assert all(counts[one].sum() <= most for one in samples)
     assert sorted(order.tolist()) == list(range(len(lengths)))
     assert all(lengths[one].sum() <= ROOM for one in samples)
     assert [one[0] for one in samples] == sorted(min(one) for one in samples)
