@@ -574,6 +574,11 @@ SIGMOID: dict[str, Any] = {"router": "sigmoid_topk", "shared_experts": 1}
         (LATENT, SIGMOID | {"layers": [0]}, "dense layers must come first"),
         (LATENT, SIGMOID | {"shared_gate": True}, "no shared_gate"),
         (LATENT | {"norm_eps": 1e-5}, SIGMOID, "norm_eps must be 1e-06"),
+        (
+            LATENT | {"yarn": {"factor": 1.0, "original_max_seq_len": 16, "logit_scale": 2.0}},
+            SIGMOID,
+            "logit_scale must be 1 where yarn.factor is",
+        ),
     ],
 )
 def test_models_without_a_hugging_face_form_are_refused(keys, layer, words, decoder):

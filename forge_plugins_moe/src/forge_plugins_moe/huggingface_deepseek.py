@@ -164,8 +164,11 @@ def problems_of_attention(config: TransformerConfig) -> Iterator[str]:
     """What DeepSeek-V2 does not have either."""
     if config.norm_eps != LATENT_EPS:
         yield f"norm_eps must be {LATENT_EPS}"
-    if config.logit_scale(config.layer(0)) < 1:
+    scale = config.logit_scale(config.layer(0))
+    if scale < 1:
         yield "yarn.logit_scale must not be below 1"
+    if config.yarn is not None and config.yarn.factor == 1 and scale > 1:  # there, it follows from the factor
+        yield "yarn.logit_scale must be 1 where yarn.factor is"
 
 
 def problems_of_experts(config: TransformerConfig) -> Iterator[str]:
