@@ -25,7 +25,7 @@ def test_of_one_reference_vqa_accuracy_is_whether_it_is_the_same():
 
 
 def test_yes_is_found_among_yes_and_no():
-    answers = ["Yes, it is", "no", "yes", "perhaps", "blue"]
+    answers = ["Yes: it is", "no", "yes", "perhaps", "blue"]
     references = [["yes"], ["yes"], ["no"], ["no"], ["blue"]]
 
     found = yes_no_f1(answers, references)
@@ -57,3 +57,24 @@ def test_cider_follows_its_formula():
 
 def test_words_are_compared_without_case_punctuation_and_articles():
     assert plain_words("The Two cats, an owl.") == "2 cats owl"
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "alike"),
+    [
+        ("10 a.m.", "10 AM", True),
+        ("U.S.A.", "usa", True),
+        ("2,000", "2000", True),
+        ("don't", "dont", True),
+        ("black/white", "black white", True),
+        ("t-shirt", '"t shirt"', True),
+        ("red,white", "red, white", True),
+        ("3.5", "3 5", False),
+        ("4:30", "4 30", False),
+        ("$5", "5", False),
+        ("50%", "50", False),
+        ("man's", "mans", False),
+    ],
+)
+def test_words_are_those_of_the_code_of_vqa(one, other, alike):
+    assert (plain_words(one) == plain_words(other)) == alike

@@ -7,6 +7,10 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
+_NOTHING = re.compile(r"(?<=\d),(?=\d)|\.(?!\d)|(?<=n)'(?=t\b)|'(?=(?:d|ll|m|re|ve)\b)")
+"""What is left out of a word: 2,000; a.m.; don't."""
+_BETWEEN = re.compile(r"[;/\[\]\"{}()=+\\_\-<>@`,?!]")
+"""What parts words. Other signs are of words, as in $5, 50% and 4:30."""
 _ARTICLES = {"a", "an", "the"}
 _NUMBERS = {"none": "0", "zero": "0", "one": "1", "two": "2", "three": "3", "four": "4", "five": "5"}
 _NUMBERS |= {"six": "6", "seven": "7", "eight": "8", "nine": "9", "ten": "10"}
@@ -22,7 +26,8 @@ def vqa_accuracy(answers: Sequence[str], references: Sequence[Sequence[str]]) ->
     """The mean of ``min(1, agreeing / 3)`` over all choices of all people but one (Antol et al. 2015, arXiv
     1505.00468); of a question with a single reference, whether it is that.
 
-    Texts are compared in lower case, without punctuation and articles, and with digits for numbers.
+    Texts are compared as ``plain_words``, which are those of the authors' code. That takes texts as they are where all
+    people say the same.
     """
     scores = []
     for answer, own in zip(answers, references, strict=True):
@@ -39,9 +44,9 @@ def yes_no_f1(answers: Sequence[str], references: Sequence[Sequence[str]]) -> di
     """F1 of yes, with its precision and recall, and the share of yes, over questions whose first reference is yes or no
     (Li et al. 2023, arXiv 2305.10355). An answer is its first word; none of the two counts as no."""
     pairs = [
-        (plain_words(answer).partition(" ")[0] == "yes", plain_words(own[0]) == "yes")
+        (_words(answer)[:1] == ["yes"], _words(own[0]) == ["yes"])
         for answer, own in zip(answers, references, strict=True)
-        if plain_words(own[0]) in ("yes", "no")
+        if _words(own[0]) in (["yes"], ["no"])
     ]
     hits = sum(given and wanted for given, wanted in pairs)
     given, wanted = sum(one for one, _ in pairs), sum(one for _, one in pairs)
@@ -52,8 +57,8 @@ def yes_no_f1(answers: Sequence[str], references: Sequence[Sequence[str]]) -> di
 
 def cider(answers: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, float]:
     """CIDEr-D (Vedantam et al. 2015, arXiv 1411.5726): 10 times the mean over n = 1 … 4 of the similarity of n-grams,
-    weighted by how few questions' references have them; differences of length are penalised (σ = 6). Words are those of
-    ``plain_words``, unstemmed, with articles."""
+    weighted by how few questions' references have them; differences of length are penalised (σ = 6). Words are in lower
+    case, without punctuation, unstemmed."""
     grams = [[_grams(one) for one in own] for own in references]
     having: Counter[tuple[str, ...]] = Counter()
     for own in grams:
@@ -70,12 +75,16 @@ def cider(answers: Sequence[str], references: Sequence[Sequence[str]]) -> dict[s
 
 def plain_words(text: str) -> str:
     """Words in lower case, without punctuation and articles, numbers to ten as digits."""
-    words = re.sub(r"[^\w\s]", " ", text.lower()).split()
+    words = _BETWEEN.sub(" ", _NOTHING.sub("", text.lower())).split()
     return " ".join(_NUMBERS.get(word, word) for word in words if word not in _ARTICLES)
 
 
+def _words(text: str) -> list[str]:
+    return re.sub(r"[^\w\s]", " ", text.lower()).split()
+
+
 def _grams(text: str) -> Counter[tuple[str, ...]]:
-    words = re.sub(r"[^\w\s]", " ", text.lower()).split()
+    words = _words(text)
     return Counter(tuple(words[i : i + n]) for n in range(1, 5) for i in range(len(words) - n + 1))
 
 
