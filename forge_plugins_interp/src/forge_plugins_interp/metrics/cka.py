@@ -158,8 +158,9 @@ def _of_sampled(x: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
 
 
 def rbf_cka(x: torch.Tensor, y: torch.Tensor, *, fraction: float = 1.0, debiased: bool = True) -> float:
-    """CKA with kernels ``exp(−‖a − b‖² / 2σ²)``, ``σ² = fraction² · median ‖a − b‖²``. It goes to linear CKA as
-    ``fraction`` grows (Alvarez 2021, arXiv 2112.09305). Arguments and errors as in ``linear_cka``."""
+    """CKA with kernels ``exp(−‖a − b‖² / 2σ²)``, ``σ² = fraction² · median ‖a − b‖²`` over pairs of different stimuli
+    (the code of Kornblith et al. also counts each with itself, at 0). It goes to linear CKA as ``fraction`` grows
+    (Alvarez 2021, arXiv 2112.09305). Arguments and errors as in ``linear_cka``."""
     x, y = checked(x, y, LEAST_DEBIASED if debiased else 2)
     return _of_kernels(_rbf(x, fraction), _rbf(y, fraction), debiased=debiased)
 
