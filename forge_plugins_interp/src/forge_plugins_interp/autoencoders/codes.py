@@ -48,7 +48,7 @@ class _JumpRelu(torch.autograd.Function):
     def forward(ctx: Any, pre: torch.Tensor, threshold: torch.Tensor, bandwidth: float) -> torch.Tensor:
         ctx.save_for_backward(pre, threshold)
         ctx.bandwidth = bandwidth
-        return pre * (pre > threshold)
+        return pre.where(pre > threshold, 0.0)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
