@@ -113,7 +113,8 @@ def encode(
         x: ``(n, p)``.
         repetitions: ``(n, r, q)``; their mean is predicted.
         groups: ``(n,)``, which are not split.
-        shuffles: how many times stimuli are shuffled for the null distribution.
+        shuffles: how many times stimuli are shuffled for the null distribution, each by itself: p is too small where
+            neighbours in a group are alike, as moments of a recording are.
         widths: features of each band, where their parts of the score are wanted.
         log: is told how far it is, if it takes long.
 
