@@ -46,6 +46,8 @@ class Start:
     """Steps of the run's checkpoints when this was decided."""
     keeps_until: int | None = None
     """Checkpoints of later steps are put aside when the run begins to write."""
+    is_elsewhere: bool = False
+    """The checkpoint is that of a path: another run's."""
 
     @property
     def step(self) -> int:
@@ -97,14 +99,13 @@ def choose_start(
     if resume == "never":
         return Start(None, run_on_rank0(store.steps), keeps_until=-1)
     if resume.isdecimal():
-        chosen = store.at(int(resume), report)
-        return Start(chosen, run_on_rank0(store.steps), keeps_until=int(resume))
+        return Start(store.at(int(resume), report), run_on_rank0(store.steps), keeps_until=int(resume))
     if resume == "auto":
         return Start(store.newest(report), run_on_rank0(store.steps))
     run_on_rank0(lambda: _refuse_if_nothing(resume))
     newest, seen = store.newest(report), run_on_rank0(store.steps)
     if newest is None:
-        return Start(find_checkpoint(Path(resume).expanduser(), report, resume_problem), seen)
+        return Start(find_checkpoint(Path(resume).expanduser(), report, resume_problem), seen, is_elsewhere=True)
     report(f"checkpoint.resume = {resume!r} {_why_not(resume, events)}; it goes on from {newest.path.name}")
     return Start(newest, seen)
 
@@ -176,7 +177,7 @@ def refuse_if_incompatible(
         why = f"these keys differ: {', '.join(sorted(keys))}" if keys else "its files have changed"
         raise ConfigError(f"{path} was trained on other data ({why}); choose another run.name to start afresh")
     _refuse_other_phases(job, saved_job, checkpoint)
-    if checkpoint.step > job.train.steps:
+    if checkpoint.step >= job.train.steps:
         raise ConfigError(f"train.steps = {job.train.steps}, but {path} is at step {checkpoint.step} already")
     if changed := versions_changed(checkpoint.manifest.versions, job_table(job)):
         report(f"resuming with other versions than {path.name} was saved with: {', '.join(changed)}")

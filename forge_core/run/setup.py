@@ -67,7 +67,7 @@ class Begun:
 
     @property
     def is_complete(self) -> bool:
-        return self.checkpoint is not None and self.checkpoint.step == self.job.train.steps
+        return self.start.step == self.job.train.steps and not self.start.is_elsewhere
 
 
 @attrs.frozen(kw_only=True)

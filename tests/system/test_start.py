@@ -113,6 +113,16 @@ def test_a_path_is_where_a_new_run_begins_and_nothing_more(complete, run, capsys
     assert _steps(run) == [8, 10]
 
 
+def test_a_path_to_the_last_step_of_another_run_leaves_nothing_to_train_and_is_refused(complete, run, capfd):
+    """It was said that the new run has all its steps, with another model too, and nothing of it was there."""
+    last = complete.path("complete") / "checkpoints" / "step_00000010"
+    assert run("run.name=elsewhere", "--resume", str(last)) == 2
+    assert f"train.steps = 10, but {last} is at step 10 already" in capfd.readouterr().err
+    assert run("run.name=elsewhere", "--resume", str(last), "model.n_layers=1") == 2
+    assert "model.n_layers: 2 -> 1" in capfd.readouterr().err
+    assert not (run.path.parent / "elsewhere").exists()
+
+
 @pytest.mark.parametrize(
     ("resume", "said"),
     [
