@@ -250,6 +250,8 @@ def test_files_of_other_tools_hold_the_same_function(trained, tmp_path, name, fo
         ("transcoder", ["model.target_width=3"], "3 is not the width of data.target_site, which is 34"),
         ("matryoshka_sae", ["model.prefixes=[8, 64]"], "must be from 1 to latents"),
         ("matryoshka_sae", ["model.prefixes=[8, 4]"], "prefixes: must grow"),
+        ("topk_sae", ["parallel.tp=2"], "model: is of one layer, and is not cut: set parallel.tp = 1"),
+        ("topk_sae", ['evaluations=[{name="accuracy"}]'], "evaluations accuracy: its data have no tokens to predict"),
         ("topk_sae", ["data.validation=0.0", "eval.interval=10"], "so that eval.interval has nothing to evaluate"),
     ],
 )

@@ -66,6 +66,18 @@ def test_a_site_that_the_model_lacks_is_refused_before_the_first_step(folder, ca
     assert "evaluations layers: site 'blocks.*.resid_pots': the model has none of that name; did you mean" in said
 
 
+def test_data_with_too_few_samples_are_refused_before_the_first_step(folder, capsys):
+    """It ended the run after its last step."""
+    (folder / "few").mkdir(exist_ok=True)
+    (folder / "few" / "a.txt").write_text("few " * 12)
+    given = [str(folder / "job.toml"), "run.name=few", "evaluations.0.metric={name='cka'}", "train.seq_len=16"]
+    data = f'evaluations.0.data={{name="text_files", path="{folder}/few", pattern="*.txt"}}'
+
+    assert main(["run", *given, "--dry-run", data]) == 2
+
+    assert "evaluations representations: cka needs at least 4 samples, and its data have 3" in capsys.readouterr().err
+
+
 def test_a_site_that_the_model_lacks_is_refused_before_anything_is_measured(folder, alone, capsys):
     assert main(["eval", str(folder / "runs" / "alone"), "evaluations.0.sites=['embed', 'blocks.*.resid_pots']"]) == 2
 

@@ -201,6 +201,16 @@ def test_a_file_is_no_folder_of_a_trace_and_holds_none(job, tmp_path, capsys):
     assert "mine/trace: Not a directory" in capsys.readouterr().err
 
 
+def test_a_file_is_no_folder_of_the_callback_either(job, tmp_path, capsys):
+    """It was called a bug in Forge."""
+    (tmp_path / "mine").write_text("mine")
+    callback = f'callbacks=[{{name="trace", out="{tmp_path}/mine"}}]'
+
+    assert main(["run", str(job), f"run.dir={tmp_path}/runs", callback]) == 2
+
+    assert f"out = '{tmp_path}/mine': cannot write {tmp_path}/mine/trace.jsonl: File exists" in capsys.readouterr().err
+
+
 def test_a_site_that_is_not_there_is_a_sentence(job, tmp_path):
     command = [
         sys.executable,

@@ -73,6 +73,18 @@ OVERRIDES = {
         ['evaluations=[{name="representations", samples=32, metric="cca"}]'],
         "evaluations[0].samples: cca needs more than the 32 features of a site, got 32",
     ),
+    "a comparison of fewer samples than it takes": (
+        ['evaluations=[{name="representations", samples=3}]'],
+        "evaluations[0].samples: cka needs at least 4, got 3",
+    ),
+    "an evaluation of autoencoders in a run of a decoder": (
+        ['evaluations=[{name="autoencoder"}]'],
+        "evaluations[0].name: measures autoencoders, such as the model topk_sae, and [data] is text_files; remove it",
+    ),
+    "questions that are not there": (
+        ['evaluations=[{name="exact_match", path="none.jsonl", max_new_tokens=2}]'],
+        "evaluations exact_match: path = 'none.jsonl' cannot be read as questions: No such file or directory",
+    ),
     "a label that no file can have": (
         [f'evaluations=[{{name="perplexity", label="{"x" * 101}"}}]'],
         "evaluations[0].label: must be at most 100 letters",

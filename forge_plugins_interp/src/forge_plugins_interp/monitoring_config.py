@@ -37,6 +37,13 @@ class RepresentationsConfig(EvaluationConfig):
         is_of_it = any(one.startswith("blocks.") and "resid" in one for one in self.sites)
         if isinstance(self.metric.config, CcaConfig) and self.samples <= width and is_of_it:
             yield "samples", f"{self.metric.name} needs more than the {width} features of a site, got {self.samples}"
+        elif self.samples < self.least:
+            yield "samples", f"{self.metric.name} needs at least {self.least}, got {self.samples}"
+
+    @property
+    def least(self) -> int:
+        """The fewest samples that the metric takes, of sites of any width, as far as its config says so."""
+        return getattr(self.metric.config, "least", 1)
 
 
 @attrs.frozen(kw_only=True)

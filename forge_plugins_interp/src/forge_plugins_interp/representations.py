@@ -43,6 +43,9 @@ class Representations(Evaluation):
             sites_of_run(parts, mesh, job).chosen(self._config.sites)
         except ConfigError as error:
             raise ConfigError(f"evaluations {self._label()}: {error}") from error
+        if len(self._source) < self._config.least:
+            needs = f"{self._config.metric.name} needs at least {self._config.least} samples"
+            raise ConfigError(f"evaluations {self._label()}: {needs}, and its data have {len(self._source)}")
 
     def run(self, context: EvaluationContext) -> Mapping[str, float]:
         sites = sites_of_run(context.parts, context.mesh, context.job)
@@ -55,7 +58,10 @@ class Representations(Evaluation):
                 f"evaluations {self._label()}: the first evaluation of this run had other sites ({missing[0]}); give "
                 "this evaluation another label"
             )
-        return {name: self._metric.compare(value, first[name]) for name, value in every.items()}
+        try:
+            return {name: self._metric.compare(value, first[name]) for name, value in every.items()}
+        except ConfigError as error:
+            raise ConfigError(f"evaluations {self._label()}: {error}") from error
 
     def _values(self, context: EvaluationContext, chosen: Sequence[PlacedSite]) -> dict[str, torch.Tensor]:
         """``(n, width)`` of each site of this stage, of all samples in their order."""

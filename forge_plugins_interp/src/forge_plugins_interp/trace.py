@@ -11,6 +11,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from forge_core.contracts.callback import Callback, RunContext, StepContext
+from forge_core.errors import ConfigError
 from forge_core.ops.auxiliary_loss import LEDGER
 from forge_plugins_interp.fingerprint import Fingerprint, add_samples
 from forge_plugins_interp.observation import observe
@@ -48,8 +49,11 @@ class Trace(Callback):
         else:
             self._chosen = [placed for placed in sites.here.values() if not placed.site.compute]
         if run.rank == 0:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._path.write_text("", encoding="utf-8")
+            try:
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                self._path.write_text("", encoding="utf-8")
+            except OSError as error:
+                raise ConfigError(f"out = {self._config.out!r}: cannot write {self._path}: {error.strerror}") from error
 
     def step_start(self, run: RunContext, step: int) -> None:
         if step in self._steps:

@@ -36,8 +36,10 @@ class AutoencoderConfig:
         """A width that is not the data's, data without activations, and a loss that is not used."""
         if job.loss.name != "own":
             yield "", f"has a loss of its own, so that loss.name = {job.loss.name!r} has no effect; name 'own'"
-        config = job.data.config
-        entries = config.entries() if isinstance(config, DataSourceConfig) else {}
+        entries = _entries(job)
+        for axis in ("pp", "cp", "tp"):
+            if getattr(job.parallel, axis) > 1:
+                yield "", f"is of one layer, and is not cut: set parallel.{axis} = 1; dp_shard takes further ranks"
         if "activation" not in entries:
             yield (
                 "",
@@ -46,13 +48,19 @@ class AutoencoderConfig:
             return
         size = entries["activation"].sizes[-1]
         if size is not None and size != self.width:
-            yield "width", f"{self.width} is not the width of the site {getattr(config, 'site', '')!r}, which is {size}"
+            site = getattr(job.data.config, "site", "")
+            yield "width", f"{self.width} is not the width of the site {site!r}, which is {size}"
         yield from self.check_target(entries)
 
     def check_target(self, entries: Mapping[str, Entry]) -> Iterable[tuple[str, str]]:
         """Data with a target that is not read."""
         if "target_activation" in entries:
             yield "", "reads one site; leave data.target_site out, or choose the model transcoder"
+
+
+def _entries(job: Job) -> Mapping[str, Entry]:
+    config = job.data.config
+    return config.entries() if isinstance(config, DataSourceConfig) else {}
 
 
 def _within_latents(config: TopKConfig, _: object, value: int) -> None:
@@ -204,3 +212,8 @@ class AutoencoderEvaluationConfig(EvaluationConfig):
 
     samples: int = attrs.field(default=0, validator=ge(0))
     """How many sequences of ``train.seq_len`` rows, from the first; 0 takes all."""
+
+    def check(self, job: Job) -> Iterable[tuple[str, str]]:
+        """Data without activations."""
+        if "activation" not in _entries(job):
+            yield "name", f"measures autoencoders, such as the model topk_sae, and [data] is {job.data.name}; remove it"

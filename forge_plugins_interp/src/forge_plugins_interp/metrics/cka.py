@@ -14,10 +14,9 @@ from itertools import combinations_with_replacement, product
 import torch
 
 from forge_core.errors import ConfigError
+from forge_plugins_interp.metrics.config import LEAST_DEBIASED
 from forge_plugins_interp.metrics.matrices import centred, checked
 
-LEAST_DEBIASED = 4
-"""Stimuli that the unbiased estimate needs."""
 _NOT_SIMILAR = "a representation is not similar to itself: its stimuli are the same, or too few {} for debiased CKA"
 _BLOCK_BYTES = 256 * 2**20
 """Of the rows of all kernels that are in memory at a time."""

@@ -9,8 +9,9 @@ import torch
 from forge_core.errors import ConfigError
 from forge_plugins_interp.metrics import rsa
 from forge_plugins_interp.metrics.cca import mean_cca, pwcca, svcca
-from forge_plugins_interp.metrics.cka import LEAST_DEBIASED, LinearCKA, rbf_cka
+from forge_plugins_interp.metrics.cka import LinearCKA, rbf_cka
 from forge_plugins_interp.metrics.config import (
+    LEAST_DEBIASED,
     CcaConfig,
     CkaConfig,
     ProcrustesConfig,

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 import attrs
 from attrs.validators import ge, gt
+
+LEAST_DEBIASED = 4
+"""Stimuli that an estimate without bias takes."""
 
 
 def _of_unbiased_linear(config: CkaConfig, _: attrs.Attribute[bool], value: bool) -> None:
@@ -23,8 +26,8 @@ def _of_enough_stimuli(config: CkaConfig, _: attrs.Attribute[int], value: int) -
         raise ValueError(f"has no effect with kernel = 'rbf', got {value}")
     if value and not config.debiased:
         raise ValueError(f"averages over batches, which is right for debiased = true only; got {value}")
-    if 0 < value < 4:
-        raise ValueError(f"debiased estimates need at least 4 stimuli, got {value}")
+    if 0 < value < LEAST_DEBIASED:
+        raise ValueError(f"debiased estimates need at least {LEAST_DEBIASED} stimuli, got {value}")
 
 
 @attrs.frozen(kw_only=True)
@@ -42,10 +45,18 @@ class CkaConfig:
     batch: int = attrs.field(default=0, validator=[ge(0), _of_enough_stimuli])
     """With ``linear``: estimate from batches of so many stimuli, in less memory and time; 0 takes all at once."""
 
+    @property
+    def least(self) -> int:
+        """The fewest stimuli."""
+        return LEAST_DEBIASED if self.debiased else 2
+
 
 @attrs.frozen(kw_only=True)
 class CcaConfig:
     """The mean canonical correlation, and PWCCA. They have no keys."""
+
+    least: ClassVar[int] = 2
+    """The fewest stimuli."""
 
 
 @attrs.frozen(kw_only=True)
@@ -56,6 +67,9 @@ class RoutingAgreementConfig:
 @attrs.frozen(kw_only=True)
 class SvccaConfig:
     """Singular vector canonical correlations."""
+
+    least: ClassVar[int] = 2
+    """The fewest stimuli."""
 
     threshold: float = attrs.field(
         default=0.99, validator=attrs.validators.and_(attrs.validators.gt(0), attrs.validators.le(1))
@@ -69,6 +83,9 @@ class SvccaConfig:
 class ProcrustesConfig:
     """What is left after the best rotation."""
 
+    least: ClassVar[int] = 2
+    """The fewest stimuli."""
+
     angular: bool = False
     """The angle, which is a metric, in place of the squared distance."""
 
@@ -76,6 +93,9 @@ class ProcrustesConfig:
 @attrs.frozen(kw_only=True)
 class RsaConfig:
     """Representational similarity analysis."""
+
+    least: ClassVar[int] = 2
+    """The fewest stimuli."""
 
     dissimilarity: Literal["correlation", "cosine", "euclidean", "sqeuclidean"] = "correlation"
     """Of two stimuli."""

@@ -10,7 +10,8 @@ import numpy as np
 import torch
 
 from forge_core.errors import ConfigError
-from forge_plugins_interp.metrics.cka import LEAST_DEBIASED, linear_cka
+from forge_plugins_interp.metrics.cka import linear_cka
+from forge_plugins_interp.metrics.config import LEAST_DEBIASED
 from forge_plugins_interp.metrics.rsa import bootstrap, noise_ceiling, permutations, rdm, rsa
 from forge_plugins_interp.neuro.encoding import halves, interval, of_whole, p_value
 from forge_plugins_interp.neuro.recordings import Recordings

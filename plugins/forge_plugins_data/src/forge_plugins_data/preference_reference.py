@@ -57,7 +57,7 @@ class ReferenceFile:
                 pairs.shape == (len(values), 16) and values.shape == (len(values), 2) and np.isfinite(values).all()
             )
         except (OSError, ValueError, TypeError, KeyError, EOFError, AttributeError, zipfile.BadZipFile) as error:
-            raise ConfigError(f"reference = {path!r} is damaged, or no reference of pairs: {error}") from error
+            raise ConfigError(f"reference = {path!r} is damaged, or no reference of pairs; {HOW_TO_MAKE}") from error
         if not (known and is_whole):
             raise ConfigError(f"reference = {path!r} is no reference of pairs of version {_VERSION}; {HOW_TO_MAKE}")
         keys = (key.tobytes() for key in pairs)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
+from torch import nn
 
+from forge_core.config.sections import Job
+from forge_core.contracts.callback import RanksByAxis
 from forge_core.contracts.evaluation import Evaluation, EvaluationContext, OpenData
 from forge_core.contracts.loss import IGNORED
+from forge_core.errors import ConfigError
 from forge_plugins_inference.config import AccuracyConfig
 
 
@@ -18,6 +22,11 @@ class Accuracy(Evaluation):
         self._source = open_data(config.data, "data")
         self._samples = config.samples
         self._top = config.top
+
+    def look_at(self, parts: Sequence[nn.Module], mesh: RanksByAxis, job: Job) -> None:
+        """Same as ``Evaluation.look_at``."""
+        if self._source.vocab_size == 1:
+            raise ConfigError("evaluations accuracy: its data have no tokens to predict; remove it, or name others")
 
     def run(self, context: EvaluationContext) -> Mapping[str, float]:
         hits = torch.zeros(3, dtype=torch.int64, device=context.device)

@@ -83,7 +83,9 @@ def read_questions(file: Path) -> list[Question]:
     try:
         lines = file.read_text(encoding="utf-8-sig").split("\n")  # texts may have other ends of lines, such as U+2028
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{file}: cannot be read as questions: {error}") from error
+        why = getattr(error, "strerror", None) or error
+        said = f"evaluations exact_match: path = {str(file)!r} cannot be read as questions: {why}"
+        raise ConfigError(said) from error
     questions = [_question(file, number, line) for number, line in enumerate(lines, start=1) if line.strip()]
     if not questions:
         raise ConfigError(f"{file}: has no question; write one a line, as {_EXAMPLE}")
