@@ -190,6 +190,14 @@ def test_an_error_of_reconstruction_has_no_perplexity(trained):
     assert "eval/perplexity/perplexity" not in said
 
 
+def test_a_plan_leaves_out_what_an_autoencoder_cannot_recompute(folder):
+    """It was refused, as if the job had asked for the mode "selective", with which a plan compares."""
+    said = forge(folder, "plan", "topk_sae.toml", "--world-size", "1")
+
+    assert 'mode = "full"' in said
+    assert 'mode = "selective"' not in said
+
+
 def test_codes_are_a_site_like_any_other(trained):
     said = forge(trained, "sites", "runs/topk_sae", "--json")
     listed = json.loads(said[said.index("[") :])
@@ -250,6 +258,7 @@ def test_files_of_other_tools_hold_the_same_function(trained, tmp_path, name, fo
         ("transcoder", ["model.target_width=3"], "3 is not the width of data.target_site, which is 34"),
         ("matryoshka_sae", ["model.prefixes=[8, 64]"], "must be from 1 to latents"),
         ("matryoshka_sae", ["model.prefixes=[8, 4]"], "prefixes: must grow"),
+        ("topk_sae", ['callbacks=[{name="export"}]'], "GptOssForCausalLM: the architecture is a decoder alone"),
         ("topk_sae", ["parallel.tp=2"], "model: is of one layer, and is not cut: set parallel.tp = 1"),
         ("topk_sae", ['evaluations=[{name="accuracy"}]'], "evaluations accuracy: its data have no tokens to predict"),
         ("topk_sae", ["data.validation=0.0", "eval.interval=10"], "so that eval.interval has nothing to evaluate"),

@@ -14,7 +14,7 @@ from forge_plugins_dense.activation_config import CLAMPED_SWIGLU
 from forge_plugins_dense.config import TransformerConfig
 from forge_plugins_dense.decoder_layout import Table
 from forge_plugins_dense.feed_forward_config import MLPConfig
-from forge_plugins_dense.huggingface import check_complete
+from forge_plugins_dense.huggingface import check_complete, refuse_further_parts
 from forge_plugins_dense.huggingface_layers import named_windows_to_hf, tables_of_windows, windows_from_hf
 from forge_plugins_dense.weight_layouts import RelativeLayout
 from forge_plugins_hf.weight_layout import ReadPart, Recipe
@@ -93,6 +93,7 @@ class GptOssLayout(RelativeLayout):
         return super().write(config, vocab_size) | named_windows_to_hf(config)
 
     def config_json(self, config: TransformerConfig, vocab_size: int) -> Table:
+        refuse_further_parts(config)
         moe = config.feed_forward.config
         if not isinstance(moe, MoEConfig) or not isinstance(moe.router.config, SoftmaxTopKConfig):
             raise ConfigError("GptOssForCausalLM has sparse layers with the router softmax_topk")

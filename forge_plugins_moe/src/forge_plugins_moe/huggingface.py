@@ -106,6 +106,7 @@ def hf_config(config: TransformerConfig, vocab_size: int) -> Table:
     Raises:
         ConfigError: none of these architectures is equal to this model.
     """
+    dense.refuse_further_parts(config)
     architecture, moe = architecture_of(config), moe_of(config)
     table = dense.hf_config(_as_dense(config), vocab_size)
     table |= {

@@ -424,10 +424,10 @@ def _architecture(hf: Mapping[str, Any]) -> str:
 def refuse_further_parts(config: TransformerConfig) -> None:
     """
     Raises:
-        ConfigError: the config is that of a model with more than a decoder, which would be lost.
+        ConfigError: the config is that of another model, or of one with more than a decoder, which would be lost.
     """
     if type(config) is not TransformerConfig:
-        raise ConfigError("the architecture is a decoder alone, and this model has further parts")
+        raise ConfigError("the architecture is a decoder alone, and this model is none, or has further parts")
 
 
 def _check_representable(config: TransformerConfig) -> MLPConfig:

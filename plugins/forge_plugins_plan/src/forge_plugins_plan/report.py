@@ -370,12 +370,15 @@ def _recomputation(
         if one.is_the_jobs:
             planned.append(_compared(one, plan.heaviest, plan.time if len(plan.stages) == 1 else None))
         else:
-            other = simulate(
-                *(one.job, catalog, vocab_size, world_size, number, plan.gpu, plan.ranks_per_node),
-                like=known.optimizer,
-                seen=known.found,
-                timed=plan.time is not None and len(plan.stages) == 1,
-            )
+            try:
+                other = simulate(
+                    *(one.job, catalog, vocab_size, world_size, number, plan.gpu, plan.ranks_per_node),
+                    like=known.optimizer,
+                    seen=known.found,
+                    timed=plan.time is not None and len(plan.stages) == 1,
+                )
+            except ConfigError:  # a model that names no operation to keep
+                continue
             stage = _stage(other)
             if stage.peak_bytes is not None:
                 time = _time(one.job, [other], plan, machine) if len(plan.stages) == 1 else None
