@@ -62,7 +62,7 @@ class CheckpointJob:
         try:
             job = self._load(settings)
         except ConfigError as error:  # of a file that is not there any more
-            text = re.sub(r"\S*/job\.toml:\d+", f"{self.checkpoint.path}/job.toml", str(error))
+            text = re.sub(r"\S*/forge-\w+/job\.toml(?::\d+)?", f"{self.checkpoint.path}/job.toml", str(error))
             raise with_missing_plugins(ConfigError(text), self.checkpoint) from error
         return attrs.evolve(job, plugins=attrs.evolve(job.plugins, disable=(*self.disabled, *job.plugins.disable)))
 
