@@ -113,7 +113,7 @@ class Evaluations:
                     values |= held_out_loss(self.evaluator, validation, samples)
                 for one in due:
                     values |= one.run(self.evaluator)
-        except GivenUpError:  # a resumed run evaluates again
+        except GivenUpError:  # a resumed run goes on from this step, and does not evaluate it
             return {}
         run.record({"step": step, **values})
         best = job.checkpoint.best_metric
