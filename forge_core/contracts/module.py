@@ -24,9 +24,9 @@ class StepModule(Protocol):
         """Update buffers from the accumulators, summed over all ranks and microbatches.
 
         It may change buffers only: parameters are the optimizer's, and cut over ranks (each a ``DTensor``; its
-        ``full_tensor()`` is the whole one). A step that is left out, as its gradient is not finite, takes the change
-        back. A persistent buffer stays as it is in a step that trains no parameter of the module that it is in, or, if
-        that has none, of the nearest module around it that has some; what is reported changes as ever.
+        ``full_tensor()`` is the whole one). A persistent buffer stays as it is in a step that is left out, as its
+        gradient is not finite, and in one that trains no parameter of the module that it is in, or, if that has none,
+        of the nearest module around it that has some; what is reported changes as ever.
 
         Args:
             progress: the step over the run's last one, in (0, 1].

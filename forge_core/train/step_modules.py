@@ -45,7 +45,7 @@ class StepModules:
 
         Args:
             progress: as ``StepModule.before_optimizer_step``.
-            left_out: scalar on the device, equal on all ranks; if it is not 0, modules keep the state they have.
+            left_out: scalar on the device, equal on all ranks; if it is not 0, modules keep what is saved of them.
         """
         reduced: dict[str, dict[str, torch.Tensor]] = {name: {} for name in self._modules}
         if named := [*self._accumulators()]:
@@ -60,7 +60,7 @@ class StepModules:
             kept = [
                 (owner, key, owner.get_buffer(key), owner.get_buffer(key).clone(), frozen)
                 for owner, key in _buffers_of(module)
-                if (frozen := self._is_frozen(owner, key)) or left_out is not None
+                if (frozen := self._is_frozen(owner)) or left_out is not None
             ]
             with _named(module, name, "before_optimizer_step"):
                 module.before_optimizer_step(reduced[name], progress)
@@ -84,9 +84,9 @@ class StepModules:
                 own |= {f"{key}/{name}": _scalar(key, value) for key, value in module.step_metrics().items()}
         return self._stages.summed(self._mesh, own, device)
 
-    def _is_frozen(self, owner: nn.Module, buffer: str) -> bool:
-        """Return whether a buffer is saved, and of a module that is not trained in this step."""
-        deciding = () if buffer in owner._non_persistent_buffers_set else self._deciding.get(owner, ())
+    def _is_frozen(self, owner: nn.Module) -> bool:
+        """Return whether a module is not trained in this step."""
+        deciding = self._deciding.get(owner, ())
         return bool(deciding) and all(parameter.grad is None for parameter in deciding)
 
     def _accumulators(self) -> Iterator[tuple[str, str, torch.Tensor]]:
@@ -123,9 +123,10 @@ def _named(module: nn.Module, name: str, method: str) -> Iterator[None]:
 
 
 def _buffers_of(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
-    """The buffers that a step module may change, each as its module and its name there: not those of a step module
-    inside it."""
-    yield from ((module, name) for name, _ in module.named_buffers(recurse=False))
+    """The buffers of a step module that are saved, each as its module and its name there: not those of a step module
+    inside it. The others are what it reports of a step, also of one that is left out."""
+    saved = {name for name, _ in module.named_buffers(recurse=False)} - module._non_persistent_buffers_set
+    yield from ((module, name) for name in saved)
     for child in module.children():
         if not isinstance(child, StepModule):
             yield from _buffers_of(child)

@@ -187,11 +187,9 @@ class Trainer:
 
     def _update(self, gradients: Gradients, verdict: torch.Tensor, *, skip: bool) -> None:
         optimizer = self.built.optimizer
-        if skip:
-            self.step_modules.forget()
-        else:
-            left_out = verdict if self._skips_on_device else None
-            self.step_modules.before_optimizer_step(self.step / self.run.job.train.steps, left_out)
+        left_out = torch.ones_like(verdict) if skip else verdict if self._skips_on_device else None
+        self.step_modules.before_optimizer_step(self.step / self.run.job.train.steps, left_out)
+        if not skip:
             clip_gradients(optimizer, gradients, self.run.job.train.clip_norm)
             optimizer.left_out = left_out  # type: ignore[attr-defined]  # the contract of leaves_out
             optimizer.found_inf = left_out  # type: ignore[attr-defined]  # torch's

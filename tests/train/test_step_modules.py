@@ -103,7 +103,7 @@ class Clones(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def test_each_buffer_is_kept_once_where_contributors_are_nested():
+def test_each_buffer_that_is_saved_is_kept_once_where_contributors_are_nested():
     outer = Outer()
     for module in (outer, outer.inner):
         module.count += 1
@@ -112,7 +112,7 @@ def test_each_buffer_is_kept_once_where_contributors_are_nested():
     with Clones() as clones:
         contributors.before_optimizer_step(1.0, torch.tensor(1.0))
 
-    assert clones.count == 5
+    assert clones.count == 3
     assert outer.part.scale.tolist() == [1, 1]
     assert not torch.cat([outer.bias, outer.inner.bias]).any()
 
@@ -144,6 +144,16 @@ def test_what_a_frozen_module_saves_stays_and_what_it_reports_goes_on(left_out):
         found.append((module.bias[0].item(), module.last[0].item()))
 
     assert found == [(1, 1), (1, 2), (1, 3), (5, 4)]
+
+
+def test_a_step_that_is_left_out_is_reported_by_what_was_measured_in_it():
+    """The values of the last step that counted were logged for it, and after a resume none."""
+    module = Trained()
+    module.count += 3
+
+    StepModules([nn.ModuleDict({"0": module})], OneRank()).before_optimizer_step(1.0, torch.tensor(1.0))
+
+    assert (module.bias[0].item(), module.last[0].item()) == (0, 3)
 
 
 def test_a_frozen_part_of_a_trained_module_stays_and_the_other_way_round():
