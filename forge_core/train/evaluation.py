@@ -114,6 +114,7 @@ class Evaluations:
                 for one in due:
                     values |= one.run(self.evaluator)
         except GivenUpError:  # a resumed run goes on from this step, and does not evaluate it
+            run.log(f"step {step}: the evaluation is given up, as the run is to stop; forge eval measures a checkpoint")
             return {}
         run.record({"step": step, **values})
         best = job.checkpoint.best_metric

@@ -150,7 +150,9 @@ def test_a_signal_to_one_rank_stops_all_whatever_it_is_doing(tiny, ranks, cases)
     last = stop_in(tiny, ranks, cases)
 
     assert max(last.values()) <= 4 + 8, last  # the time of a step or two; writing goes on beside training
-    assert not [line for line in tiny.metrics("evaluation-0") if "eval/loss" in line]  # given up
+    assert not [line for line in tiny.metrics("evaluation-0") if "eval/loss" in line]
+    said = (tiny.path("evaluation-0") / "log.txt").read_text()
+    assert "the evaluation is given up, as the run is to stop; forge eval measures a checkpoint" in said
 
 
 @pytest.mark.nightly
