@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import attrs
@@ -15,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_iter
 
 from forge_core.ops.local_tensor import local_tensor
+from forge_plugins_plan.operations import asked
 from forge_plugins_plan.timeline import Change, Tally
 from forge_plugins_plan.work import Recorder
 
@@ -29,6 +31,10 @@ CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "logits", "
 * ``gathered``: what collectives gather into or reduce from: whole parameters of a unit, and its gradients on their way;
 * ``temporary``: what else backward and the optimizer make, recomputed activations included.
 """
+
+
+_DEVICE = torch.ops.prim.device.default
+_wraps = functools.cache(is_traceable_wrapper_subclass_type)
 
 
 @attrs.define(eq=False)
@@ -169,21 +175,23 @@ class MemoryLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func.namespace == "prim":  # asks for a device, which is most of what is called
-            if isinstance(args[0], FakeTensor):  # which the mode below would find out by many questions
-                return FakeTensor.__torch_dispatch__(func, types, args)
-            return func(*args, **(kwargs or {}))
+        if func is _DEVICE and type(args[0]) is FakeTensor:  # most of what is called
+            return args[0].device
+        if func.namespace in ("prim", "profiler"):
+            with torch._C._DisableTorchDispatch() if func.namespace == "profiler" else nullcontext():
+                return func(*args, **(kwargs or {}))
         # a DTensor's operation is seen again as those on its local tensor and its collectives
-        if any(is_traceable_wrapper_subclass_type(one) for one in types):
+        if any(map(_wraps, types)):
             return NotImplemented
-        result = func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        of_form, result = asked(func, args, kwargs)
         # in a forward or backward, what tensor and context parallelism gather are activations
         gathers = func.namespace == "fsdp" or ("all_gather" in func.__name__ and self.phase != "activations")
         for tensor in tree_iter((result, args, kwargs) if gathers else result):
             if isinstance(tensor, torch.Tensor):
                 self._see(tensor, gathers)
         if self.recorder is not None:
-            for work in self.recorder.works(func, args, kwargs or {}, result, self.phase):
+            for work in self.recorder.works(func, args, kwargs, result, self.phase, of_form):
                 self.log.append(self._equal.setdefault(work, work))
         return result
 

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_iter
 
 from forge_plugins_plan.alike import alike, by_block
-from forge_plugins_plan.timeline import Change, Repeat, Tally, Timeline
+from forge_plugins_plan.timeline import Change, Repeat, Timeline, left_by
 from forge_plugins_plan.work import Microbatch, Work
 
 _KEPT = 4
@@ -261,13 +261,13 @@ def lengthened(
         middle = _middle(turns, one.seen_of(len(one.passes)))
         timeline += _as_logged(log, done, own[1], late)
         timeline.append(Repeat(middle, one.turns - 3))
-        added[number].update(_net(middle))
+        added[number].update(left_by(middle))
         if (frees := _freed_late(log, own, freed)) is not None:
             late[frees.place] = (
                 frees.end,
                 Repeat(log[frees.place : frees.place + frees.of_turn], one.turns - frees.others),
             )
-            added[number].update(_net(late[frees.place][1].changes))
+            added[number].update(left_by(late[frees.place][1].changes))
         one.passes.append(_Pass(turns[0] == middle, turns[-1] == middle, frees is not None))
         done = own[-2]
     timeline += _as_logged(log, done, len(log), late)
@@ -361,20 +361,11 @@ def _check(
     gradients: int,
 ) -> None:
     """Each turn leaves behind what all of them together have left, or less: what one makes, another frees."""
-    if _net(timeline)["gradients"] != gradients:
+    if left_by(timeline)["gradients"] != gradients:
         raise NotRepeatedError("gradients are not those of all blocks")
-    left = _net([one for one in log if isinstance(one, Change)])
+    left = left_by(log)
     kept = min(len(one.kept) for one in found)
     for category in {category for one in added for category in one} - {"gradients"}:
         of_turns = [one[category] for one in added]
         if min(of_turns) < 0 or kept * sum(of_turns) > max(left[category], 0):
             raise NotRepeatedError(f"{category} of a block are not freed as they are made")
-
-
-def _net(timeline: Timeline) -> Counter[str]:
-    """Bytes by category that are there afterwards and were not before, by what is known of them in the end."""
-    tally = Tally()
-    tally.play(timeline)
-    sums = Counter(tally.current)
-    sums.update(tally.known)
-    return sums

@@ -65,26 +65,27 @@ class Tally:
 
     def play(self, timeline: Timeline) -> None:
         for one in timeline:
-            if isinstance(one, Repeat):
-                self._repeat(one)
-            elif isinstance(one, Change):
+            if isinstance(one, Change):
                 self._change(one)
+            elif isinstance(one, Repeat):
+                self._repeat(one)
 
     def _change(self, one: Change) -> None:
-        current = self.current
-        current[one.category] -= one.before
-        current[one.category_after] += one.after
-        if one.known_as:
-            self.known[one.category_then] -= one.known_size
-            self.known[one.known_as] += one.known_size
-        size = current[one.category_after] + self.known[one.category_after]
-        if size > self.largest[one.category_after]:
-            self.largest[one.category_after] = size
-        self._total += one.after - one.before
+        current, known = self.current, self.known
+        category, before, category_after, after, known_as, known_size, category_then = one
+        current[category] -= before
+        current[category_after] += after
+        if known_as:
+            known[category_then] -= known_size
+            known[known_as] += known_size
+        size = current[category_after] + known[category_after]
+        if size > self.largest[category_after]:
+            self.largest[category_after] = size
+        self._total += after - before
         if self._total > self.peak:
             self.peak = self._total
             self._at_peak = Counter(current)
-            self._at_peak.update(self.known)
+            self._at_peak.update(known)
 
     def _repeat(self, one: Repeat) -> None:
         """The first time and the last: between them, what is there at a place grows or shrinks evenly."""
@@ -95,3 +96,19 @@ class Tally:
                 counter[category] += (one.times - 2) * (counter[category] - start[category])
         self._total = sum(self.current.values())
         self.play(one.changes)
+
+
+def left_by(timeline: Timeline) -> Counter[str]:
+    """Bytes by category that are there afterwards and were not before, by what is known of them in the end."""
+    left: Counter[str] = Counter()
+    for one in timeline:
+        if isinstance(one, Change):
+            left[one.category] -= one.before
+            left[one.category_after] += one.after
+            if one.known_as:
+                left[one.category_then] -= one.known_size
+                left[one.known_as] += one.known_size
+        elif isinstance(one, Repeat):
+            for category, size in left_by(one.changes).items():
+                left[category] += one.times * size
+    return left

@@ -69,10 +69,22 @@ class Recorder:
         """What has been asked of other ranks, by the storage into which it comes. Some of it is never read: of a first
         exchange, by which torch's schedules make their connections."""
 
-    def works(self, func: Any, args: Any, kwargs: Mapping[str, Any], result: Any, during: str) -> Iterator[Work]:
+    def works(
+        self,
+        func: Any,
+        args: Any,
+        kwargs: Mapping[str, Any],
+        result: Any,
+        during: str,
+        known: dict[str, Work | None] | None = None,
+    ) -> Iterator[Work]:
         """What ``func`` is to be charged with; nothing for a view, or what only asks. What it reads and another rank
-        sends comes first: a pipeline asks for it early, and waits when it needs it."""
-        one = self._work(func, args, kwargs, result, during)
+        sends comes first: a pipeline asks for it early, and waits when it needs it.
+
+        Args:
+            known: what it has been charged with on arguments of the same form, by ``during``.
+        """
+        one = self._work(func, args, kwargs, result, during, {} if known is None else known)
         if one is None:
             return
         if one.kind == RECEIVE:
@@ -96,38 +108,21 @@ class Recorder:
         for work in works:
             del self._unread[keys[work]]
 
-    def _work(self, func: Any, args: Any, kwargs: Mapping[str, Any], result: Any, during: str) -> Work | None:
-        namespace, packet = func.namespace, func.overloadpacket
+    def _work(
+        self, func: Any, args: Any, kwargs: Mapping[str, Any], result: Any, during: str, known: dict[str, Work | None]
+    ) -> Work | None:
+        namespace, name = func.namespace, func.overloadpacket.__name__
         if namespace in ("c10d", "_c10d_functional"):
             return self._collective(func, args, kwargs, result, during)
-        if namespace in _UNCHARGED or getattr(func, "is_view", False) or packet.__name__ in _FREE:
+        if namespace in _UNCHARGED or getattr(func, "is_view", False) or name in _FREE:
             return None
         if namespace == "fsdp":
-            self._of_fsdp |= packet.__name__ in _BEFORE_COLLECTIVES
+            self._of_fsdp |= name in _BEFORE_COLLECTIVES
         else:
-            self._of_fsdp &= during == "activations" and packet.__name__ in _BESIDE_COLLECTIVES
-        tensors = [one for one in tree_iter((args, kwargs)) if isinstance(one, torch.Tensor)]
-        made = [one for one in tree_iter(result) if isinstance(one, torch.Tensor)]
-        if not tensors and not made:
-            return None
-        written = _mutated(func, args, kwargs) or made
-        overwritten = written if packet.__name__ in _OVERWRITING else []
-        read = {id(one): _bytes(one) for one in tensors if all(one is not other for other in overwritten)}
-        if packet.__name__ == "all_gather_copy_in":  # it is given the whole buffer, and writes its own part of it
-            written = [one for one in tensors if one.numel() and one is not args[1]]
-        size = sum(read.values()) + sum(_bytes(one) for one in written)
-        first = next((one for one in tensors if one.is_floating_point()), (made or tensors)[0])
-        base = Work(MEMORY, during, _name(first.dtype), 0.0, size)
-        formula = _FORMULAS.get(packet) or flop_registry.get(packet)
-        if formula is None:
-            waits = namespace == "fsdp" and packet.__name__ == "split_with_sizes_copy"
-            return base._replace(form=_form(packet.__name__, tensors), overlaps=waits)
-        flops = float(formula(*args, **kwargs, out_val=result))
-        if "attention" in packet.__name__:
-            return base._replace(kind=ATTENTION, flops=flops, **_attention(func, args, kwargs))
-        first, second = tensors[-2:] if packet.__name__ in _ADDING else (tensors + tensors)[:2]
-        form = "across" if first.ndim > 1 and first.stride(-1) != 1 else "straight"
-        return base._replace(kind=PRODUCT, flops=flops, shape=_product_shape(first, second, flops), form=form)
+            self._of_fsdp &= during == "activations" and name in _BESIDE_COLLECTIVES
+        if during not in known:
+            known[during] = _charged(func, args, kwargs, result, during)
+        return known[during]
 
     def _collective(self, func: Any, args: Any, kwargs: Mapping[str, Any], result: Any, during: str) -> Work | None:
         kind = next((kind for part, kind in _KINDS.items() if part in func.__name__), None)
@@ -156,6 +151,33 @@ class Recorder:
                     self._groups[name] = len(ranks), sum(rank // self._ranks_per_node == node for rank in ranks)
                 return self._groups[name] if self._groups[name][0] > 1 else None
         return None
+
+
+def _charged(func: Any, args: Any, kwargs: Mapping[str, Any], result: Any, during: str) -> Work | None:
+    """What an operation on this rank alone takes."""
+    packet, name = func.overloadpacket, func.overloadpacket.__name__
+    tensors = [one for one in tree_iter((args, kwargs)) if isinstance(one, torch.Tensor)]
+    made = [one for one in tree_iter(result) if isinstance(one, torch.Tensor)]
+    if not tensors and not made:
+        return None
+    written = _mutated(func, args, kwargs) or made
+    overwritten = written if name in _OVERWRITING else []
+    read = {id(one): _bytes(one) for one in tensors if all(one is not other for other in overwritten)}
+    if name == "all_gather_copy_in":  # it is given the whole buffer, and writes its own part of it
+        written = [one for one in tensors if one.numel() and one is not args[1]]
+    size = sum(read.values()) + sum(_bytes(one) for one in written)
+    first = next((one for one in tensors if one.is_floating_point()), (made or tensors)[0])
+    base = Work(MEMORY, during, _name(first.dtype), 0.0, size)
+    formula = _FORMULAS.get(packet) or flop_registry.get(packet)
+    if formula is None:
+        waits = func.namespace == "fsdp" and name == "split_with_sizes_copy"
+        return base._replace(form=_form(name, tensors), overlaps=waits)
+    flops = float(formula(*args, **kwargs, out_val=result))
+    if "attention" in name:
+        return base._replace(kind=ATTENTION, flops=flops, **_attention(func, args, kwargs))
+    first, second = tensors[-2:] if name in _ADDING else (tensors + tensors)[:2]
+    form = "across" if first.ndim > 1 and first.stride(-1) != 1 else "straight"
+    return base._replace(kind=PRODUCT, flops=flops, shape=_product_shape(first, second, flops), form=form)
 
 
 def _group_of(given: Any) -> dist.ProcessGroup:

@@ -12,6 +12,7 @@ from typing import Any
 import attrs
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._mesh_layout import _MeshLayout
 from torch.distributed.device_mesh import DeviceMesh
@@ -94,6 +95,19 @@ def _once_a_mesh(concatenate: Any) -> Any:
         return made[key]
 
     return staticmethod(joined)
+
+
+def _once_a_slice(cut: Any) -> Any:
+    """FSDP asks for a part of a mesh for each parameter."""
+    made: dict[tuple[DeviceMesh, Any], DeviceMesh] = {}
+
+    def part(mesh: DeviceMesh, names: Any) -> DeviceMesh:
+        key = mesh, names
+        if key not in made:
+            made[key] = cut(mesh, names)
+        return made[key]
+
+    return part
 
 
 @attrs.frozen
@@ -191,9 +205,14 @@ def _by_part(empty_like: Any) -> Any:
     return make
 
 
+def _without_values(_: nn.Module) -> None:
+    """Parameters without memory have none. To draw them takes a third of the time in which a model is made."""
+
+
 _OTHERWISE: Sequence[tuple[Any, str, Callable[[Any], Any]]] = (
     (DeviceMesh, "_init_one_process_group", _own_group_only),
     (DeviceMesh, "_concatenate", _once_a_mesh),
+    (DeviceMesh, "__getitem__", _once_a_slice),
     (_fsdp_param, "_chunk_with_empty", lambda _: _Chunks),
     (_fsdp_collectives, "torch", lambda _: _UncutTorch()),
     (_sharding_prop, "_propagate_use_strided_shard_flag", _asked_once),
@@ -201,5 +220,6 @@ _OTHERWISE: Sequence[tuple[Any, str, Callable[[Any], Any]]] = (
     (_PipelineStageBase, "_output_slot_is_releasable", releasable),
     (FakeTensorMode, "__torch_dispatch__", _undecorated),
     (torch, "empty_like", _by_part),
+    *((layer, "reset_parameters", lambda _: _without_values) for layer in (nn.Linear, nn.Embedding, nn.RMSNorm)),
 )
 """What of torch is done otherwise: all of it private, so that the figures are those of a real run."""
