@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from forge_plugins_plan.work import Work
 
-_NAMESPACES = ("aten", "fsdp")
+_NAMESPACES = ("aten", "fsdp", "_c10d_functional")
 _PLAIN = {int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format}
 _OTHERS = {torch.Tag.inplace_view, torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
