@@ -233,25 +233,31 @@ def test_a_link_to_what_is_not_there_is_refused_unless_it_is_excluded(tmp_path, 
 
 
 @pytest.mark.parametrize(
-    ("path", "pattern", "is_needed"),
+    ("path", "keys", "is_needed"),
     [
-        (".", "**/*.txt", True),
-        (".", "b/c*/*.txt", True),
-        (".", "b/*.txt", False),
-        ("**/*.txt", None, True),
-        ("b/c", "*.txt", True),
-        ("*/*.txt", None, False),
+        (".", {"pattern": "**/*.txt"}, True),
+        (".", {"pattern": "b/c*/*.txt"}, True),
+        (".", {"pattern": "b/*.txt"}, False),
+        ("**/*.txt", {}, True),
+        ("b/c", {"pattern": "*.txt"}, True),
+        ("*/*.txt", {}, False),
+        (".", {"pattern": "**/*.txt", "exclude": ["b/c/**"]}, False),
+        (".", {"pattern": "**/*.txt", "exclude": ["b/c/*"]}, True),  # there may be folders in it
+        ("**/*.txt", {"exclude": ["**/c/**"]}, False),
+        (".", {"pattern": "*/c/two.txt"}, False),  # as it may be passed through
     ],
 )
 def test_a_folder_that_may_not_be_read_is_refused_where_its_files_could_match(
-    tmp_path, open_text, monkeypatch, path, pattern, is_needed
+    tmp_path, open_text, monkeypatch, path, keys, is_needed
 ):
     (tmp_path / "b" / "c").mkdir(parents=True)
     (tmp_path / "b" / "one.txt").write_text("text " * 100)
     (tmp_path / "b" / "c" / "two.txt").write_text("text " * 100)
     may = os.access  # root may read anything
-    monkeypatch.setattr(os, "access", lambda place, mode: Path(place).name != "c" and may(place, mode))
-    keys = {"path": str(tmp_path / path), **({} if pattern is None else {"pattern": pattern})}
+    monkeypatch.setattr(
+        os, "access", lambda place, mode: may(place, mode) and not (Path(place).name == "c" and mode & os.R_OK)
+    )
+    keys = {"path": str(tmp_path / path), **keys}
 
     if not is_needed:
         assert open_text(**keys)
@@ -288,6 +294,7 @@ def test_what_cannot_be_used_is_refused_with_a_sentence(tmp_path, open_text, mon
         ("nothing", {}, r"the folder .*nothing has no files that match '\*\*/\*\.txt', nor any other"),
         ("code", {}, r"the folder .*code has no files .*; it has 1 ending in \.py \(pattern = \"\*\*/\*\.py\"\)"),
         ("corpus/*.md", {}, r"no file matches '.*corpus/\*\.md'"),
+        ("corpas/*.md", {}, r"no file matches '.*corpas/\*\.md'"),
         ("corpus", {"exclude": ("**",)}, r"exclude leaves none of the 2 files"),
         ("empty", {}, r"the train part of the text \(2 files\) is too small: .* seq_len \+ 1 = 9 .* and there are 0\."),
         ("corpus", {"seq_len": 10}, r"too small: one sample needs at least seq_len \+ 1 = 11 .*there are 10\."),

@@ -45,7 +45,7 @@ def select_files(
     selected: dict[Path, SelectedFile] = {}
     names: set[str] = set()
     for path in [paths] if isinstance(paths, str) else paths:
-        found = _find(path, patterns)
+        found = _find(path, patterns, exclude)
         names.update(one.relative for one in found)
         kept = [one for one in found if not any(_fits(one.relative, skip) for skip in exclude)]
         if not kept:
@@ -147,21 +147,21 @@ def _is_link_to_nothing(file: Path) -> bool:
     return file.is_symlink() and not file.exists()
 
 
-def _find(path: str, patterns: Sequence[str]) -> list[SelectedFile]:
+def _find(path: str, patterns: Sequence[str], exclude: Sequence[str]) -> list[SelectedFile]:
     location = _location(path)
     if location.is_file():
         return [SelectedFile(location.name, location)]
     if location.is_dir():
-        return _find_in_folder(location, patterns)
+        return _find_in_folder(location, patterns, exclude)
     if glob.has_magic(str(location)):
-        return _find_by_glob(location)
+        return _find_by_glob(location, exclude)
     refuse_missing(path)
     raise ConfigError(f"path = {path!r} is neither a file nor a folder, but something like a pipe or a device")
 
 
-def _find_in_folder(folder: Path, patterns: Sequence[str]) -> list[SelectedFile]:
+def _find_in_folder(folder: Path, patterns: Sequence[str], exclude: Sequence[str]) -> list[SelectedFile]:
     for pattern in patterns:
-        _refuse_unreadable(folder, pattern)
+        _refuse_unreadable(folder, pattern, exclude)
     files = list({file for pattern in patterns for file in _matches(folder, pattern)})
     if files:
         return files
@@ -176,28 +176,31 @@ def _find_in_folder(folder: Path, patterns: Sequence[str]) -> list[SelectedFile]
     )
 
 
-def _find_by_glob(location: Path) -> list[SelectedFile]:
+def _find_by_glob(location: Path, exclude: Sequence[str]) -> list[SelectedFile]:
     parts = location.parts
     literal = next(i for i, part in enumerate(parts) if glob.has_magic(part))
     root, rest = Path(*parts[:literal]), Path(*parts[literal:])
-    _refuse_unreadable(root, str(rest))
+    _refuse_unreadable(root, str(rest), exclude)
     files = _matches(root, str(rest))
     if not files:
         raise ConfigError(f"no file matches {str(location)!r}")
     return files
 
 
-def _refuse_unreadable(root: Path, pattern: str) -> None:
+def _refuse_unreadable(root: Path, pattern: str, exclude: Sequence[str]) -> None:
     """A glob passes over a folder that it may not read, and the text in it would be missing without a word."""
     parts = pattern.split("/")
-    for depth in range(len(parts)):
+    for depth, wanted in enumerate(parts):
+        mode = os.R_OK | os.X_OK if glob.has_magic(wanted) else os.X_OK  # a name is found without a list of names
         above = "/".join([*parts[:depth], ""])
-        folders = [root, *(root / name for name in glob.glob(above, root_dir=root, recursive=True))]  # noqa: PTH207
-        if folder := next((one for one in folders if not os.access(one, os.R_OK | os.X_OK)), None):
-            raise ConfigError(
-                f"there is no permission to read the folder {folder}, where files may match {pattern!r}; allow it, or "
-                "choose a pattern that does not look there"
-            )
+        for name in ("", *glob.glob(above, root_dir=root, recursive=True)):  # noqa: PTH207
+            folder = root / name
+            is_left_out = any(_fits(f"{name.rstrip('/')}//", skip) for skip in exclude)  # all that is in it, so deep
+            if not os.access(folder, mode) and folder.exists() and not is_left_out:
+                raise ConfigError(
+                    f"there is no permission to read the folder {folder}, where files may match {pattern!r}; allow it, "
+                    "or choose a pattern that does not look there, or exclude it, as 'folder/**'"
+                )
 
 
 def _matches(root: Path, pattern: str) -> list[SelectedFile]:
