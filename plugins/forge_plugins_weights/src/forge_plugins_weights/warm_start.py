@@ -144,7 +144,7 @@ def _choose_all(job: Job, catalog: Catalog, report: Callable[[str], None]) -> li
 
 def _other_tokenizers(starts: Sequence[_Chosen], tokenizer: Tokenizer, catalog: Catalog) -> Iterator[str]:
     for start in starts:
-        if isinstance(start.checkpoint, ForeignWeights):
+        if isinstance(start.checkpoint, ForeignWeights) or not _has_ids(start, start.checkpoint):
             continue
         try:
             theirs = saved_tokenizer(start.checkpoint, ComponentBuilder(catalog))
@@ -154,8 +154,14 @@ def _other_tokenizers(starts: Sequence[_Chosen], tokenizer: Tokenizer, catalog: 
             yield (
                 f"warning: {start.key}: {start.checkpoint.path} was trained with another tokenizer, by which these ids "
                 f"are other tokens; give the data that one, which is in {start.checkpoint.path / 'tokenizer'}, or "
-                "train the embedding anew"
+                f"leave embedding and head out with {start.key}.exclude"
             )
+
+
+def _has_ids(start: _Chosen, checkpoint: Checkpoint) -> bool:
+    """Return whether a weight is chosen that has a row for each token: an embedding or a head."""
+    size, described = checkpoint.state()["vocab_size"], checkpoint.saved_tensors()
+    return any(key.startswith(_WEIGHTS) and size in described[key].size for key in start.here)
 
 
 def _load(start: _Chosen, model: BuiltModel, optimizer: torch.optim.Optimizer, mesh: Mesh) -> set[str]:
