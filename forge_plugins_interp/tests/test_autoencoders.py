@@ -198,6 +198,15 @@ def test_a_plan_leaves_out_what_an_autoencoder_cannot_recompute(folder):
     assert 'mode = "selective"' not in said
 
 
+def test_what_a_mixture_of_stores_holds_out_is_evaluated(folder):
+    store = '{name="activation_store", path="acts", site="blocks.0.resid_post", validation=0.2}'
+    data = f'data={{name="mixture", sources=[{{name="a", weight=1.0, source={store}}}]}}'
+
+    forge(folder, "run", "topk_sae.toml", "run.name=mixed", "train.steps=2", 'scheduler={name="constant"}', data)
+
+    assert "eval/autoencoder/fvu" in lines(folder, "mixed")[-1]
+
+
 def test_codes_are_a_site_like_any_other(trained):
     said = forge(trained, "sites", "runs/topk_sae", "--json")
     listed = json.loads(said[said.index("[") :])

@@ -51,6 +51,7 @@ def test_codes_are_their_definitions():
     x = pre.clone().requires_grad_()
     value = jump_relu(x, threshold, 0.1)
     assert value.tolist() == [[3.0, 0.0, 2.0, 0.5], [0.0, 0.0, 0.0, 4.0]]
+    assert jump_relu(torch.tensor([[-math.inf, -1.0]]), threshold[:2], 0.1).tolist() == [[0.0, 0.0]]  # nor NaN
     value.sum().backward()
     assert x.grad.tolist() == [[1.0, 0.0, 1.0, 1.0], [0.0, 0.0, 0.0, 1.0]]
     assert threshold.grad.tolist() == pytest.approx([0.0, 0.0, 0.0, -0.48 / 0.1])  # one value is within 0.05 of it

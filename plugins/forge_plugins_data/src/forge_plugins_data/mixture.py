@@ -12,6 +12,7 @@ import numpy as np
 from forge_core.contracts.builder import Builder
 from forge_core.contracts.data_source import DataSource, PositionedSource, Split, StreamedSource
 from forge_core.contracts.tokenizer import Tokenizer
+from forge_core.data.counts import counted_entry, with_counts
 from forge_core.data.stream import SampleStream
 from forge_core.errors import ConfigError
 from forge_plugins_data.interleaving import InterleavingInPhases
@@ -127,7 +128,12 @@ class MixtureSet(WatchedParts):
         numbers = self._order.indices(indices)
         which = np.searchsorted(self._starts, numbers, side="right") - 1
         offsets = numbers - self._starts[which]
-        return self._parts.gathered(which, lambda part, rows: self._sources[part].read(offsets[rows]))
+
+        def read(part: int, rows: np.ndarray) -> dict[str, np.ndarray]:
+            source = self._sources[part]
+            return with_counts(source.read(offsets[rows]), counted_entry(source))
+
+        return self._parts.gathered(which, read)
 
 
 class _Numbers:
