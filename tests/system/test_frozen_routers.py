@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from forge_core.checkpoint.store import open_checkpoint
+from forge_core.train.trainer import Trainer
 
 ROUTER = '{name="sigmoid_topk", top_k=2, bias_rate=0.01, balance=0.01, balance_scope="global_batch"}'
 MOE = f'{{name="moe", n_experts=4, hidden_dim=16, scale_gradients=true, router={ROUTER}}}'
@@ -50,6 +51,17 @@ def test_adapters_leave_routing_as_it_is_so_that_they_are_all_of_the_difference(
     assert all(after[key].any() for key in after.keys() - before.keys()), "adapters are trained"
     violations = {line["load_violation/blocks.0.feed_forward"] for line in lines if "loss" in line}
     assert len(violations) > 1, "and what is reported is that of the step"
+
+
+def test_a_step_that_is_left_out_leaves_routers_as_they_are_and_says_how_they_routed(shared_tiny, changed, monkeypatch):
+    monkeypatch.setattr(Trainer, "_skip_asked", lambda self, _: self.step in (1, 3))  # as a callback asks
+
+    lines = shared_tiny.completed(*SPARSE, "run.name=left_out", "train.steps=3")
+
+    assert changed("left_out", 2, 3) == set()
+    losses = {line["step"]: line for line in lines if "loss" in line}
+    assert losses[1]["load_violation/blocks.0.feed_forward"] is not None, "as before any that counts"
+    assert len({losses[step]["router_entropy/blocks.0.feed_forward.router"] for step in (1, 2, 3)}) == 3
 
 
 def test_a_phase_that_freezes_a_router_holds_its_bias_and_the_next_one_moves_it_again(shared_tiny, changed):
