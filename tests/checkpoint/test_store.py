@@ -1,7 +1,9 @@
+import errno
 import json
 import shutil
 import threading
 import zipfile
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -202,6 +204,21 @@ def test_a_link_to_itself_is_no_checkpoint(store):
     assert store.newest(_quiet).step == 7
     with pytest.raises(ConfigError, match=r"step_00000008 cannot be used: "):
         find_checkpoint(store.folder(8), _quiet)
+
+
+def test_one_that_cannot_be_looked_at_is_not_passed_over_in_silence(store, monkeypatch):
+    _save(store, 7)
+    _save(store, 8)
+    stat = Path.stat
+
+    def denied(path, **more):
+        if path == store.folder(8):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return stat(path, **more)
+
+    monkeypatch.setattr(Path, "stat", denied)
+
+    assert store.steps() == [7, 8]
 
 
 def test_one_that_has_been_given_the_name_of_another_step_is_not_believed(store):

@@ -195,8 +195,9 @@ def _refuse_unreadable(root: Path, pattern: str, exclude: Sequence[str]) -> None
         above = "/".join([*parts[:depth], ""])
         for name in ("", *glob.glob(above, root_dir=root, recursive=True)):  # noqa: PTH207
             folder = root / name
-            is_left_out = any(_fits(f"{name.rstrip('/')}//", skip) for skip in exclude)  # all that is in it, so deep
-            if not os.access(folder, mode) and folder.exists() and not is_left_out:
+            if os.access(folder, mode) or not folder.exists():
+                continue
+            if not any(_fits(f"{name.rstrip('/')}//", skip) for skip in exclude):  # not all that is in it, so deep
                 raise ConfigError(
                     f"there is no permission to read the folder {folder}, where files may match {pattern!r}; allow it, "
                     "or choose a pattern that does not look there, or exclude it, as 'folder/**'"
